@@ -1,0 +1,63 @@
+"""Every error a user can meet. Each message has one sentence of what is wrong and one of what to do."""
+
+from __future__ import annotations
+
+
+class GraphfuseError(Exception):
+    """Base of all errors raised on purpose by graphfuse."""
+
+
+class ConfigError(GraphfuseError, ValueError):
+    """A setting has a value that cannot be used, or a name that is not known."""
+
+
+class UnknownRuleError(ConfigError):
+    """`FuseConfig.disabled_rules` or a lookup names a rule that does not exist."""
+
+
+class GradientsEnabledError(GraphfuseError, RuntimeError):
+    """A compiled model was called with gradients on."""
+
+
+class GraphBreakError(GraphfuseError, RuntimeError):
+    """The model cannot be traced as one graph."""
+
+
+class FusionRequiredError(GraphfuseError, RuntimeError):
+    """`fusion="require"` is set and a residual-stream reduction was declined."""
+
+
+class ReductionProofError(GraphfuseError, RuntimeError):
+    """The verifier found a partial sum that is not reduced exactly once."""
+
+
+class GroupError(GraphfuseError, ValueError):
+    """A process group or device mesh cannot serve as the tensor-parallel group."""
+
+
+class ArgumentError(GraphfuseError, ValueError):
+    """A graphfuse op was called with tensors it cannot accept."""
+
+
+class BackendUnavailableError(GraphfuseError, RuntimeError):
+    """A comm backend or executor was asked for by name and cannot run here."""
+
+
+class CheckpointError(GraphfuseError, ValueError):
+    """A checkpoint is missing, damaged, of an unsupported format, or does not fit the model."""
+
+
+class UnsupportedModelError(GraphfuseError, ValueError):
+    """No model definition for this architecture, or a feature of it that is not implemented."""
+
+
+class SchemaError(GraphfuseError, ValueError):
+    """A data file (size table, facts, prompts) does not follow its schema."""
+
+
+class GenerationError(GraphfuseError, ValueError):
+    """A prompt or sampling parameter cannot be used."""
+
+
+class TraceMismatchError(GraphfuseError, AssertionError):
+    """`graphfuse.testing` found another graph, or other sites, than the test expects."""
