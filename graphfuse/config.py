@@ -1,0 +1,82 @@
+"""`FuseConfig`: everything a user can set, each field documented once. The CLI and the Dynamo backend use these names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphfuse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from graphfuse.passes.rule import Rule
+
+_CHOICES = {
+    "fusion": ("auto", "off", "require"),
+    "executor": ("auto", "inductor", "eager"),
+    "allreduce": ("auto", "flashinfer", "symm_mem", "reference"),
+    "tier": ("faithful", "relaxed"),
+}
+
+
+@dataclass(frozen=True)
+class FuseConfig:
+    """How a model is rewritten and run. Immutable; derive variants with `dataclasses.replace`."""
+
+    rules: tuple[Rule, ...] | None = None
+    """Rules in the order they are tried; `None` means `default_rules()`. Add yours: `default_rules() + [my_rule]`."""
+
+    disabled_rules: frozenset[str] = frozenset()
+    """Names of rules to leave out. An unknown name is an error that lists the known ones."""
+
+    fusion: str = "auto"
+    """"auto" fuses what the gate allows, "off" rewrites nothing, "require" raises `FusionRequiredError` when a
+    reduction that meets the residual stream is declined."""
+
+    executor: str = "auto"
+    """Who runs the rewritten graph: "inductor", "eager" (interpreted), or "auto": Inductor on GPUs, eager on the CPU."""
+
+    allreduce: str = "auto"
+    """The comm backend of the fused ops: "auto" follows the size table of this kind of host; "flashinfer", "symm_mem"
+    or "reference" force one, and raise `BackendUnavailableError` where it cannot run."""
+
+    tier: str = "faithful"
+    """"faithful" keeps to rules whose error is no larger than the model's own; "relaxed" also allows the others."""
+
+    verify: bool = True
+    """Check after rewriting that each partial sum of the traced graph is still reduced exactly once."""
+
+    moe_config_dir: str | None = None
+    """A folder of tuned MoE kernel configs that is searched before the shipped ones."""
+
+    dump: str | None = None
+    """A folder for numbered before/after graphs. The environment variable GRAPHFUSE_DUMP is used when this is unset."""
+
+    def __post_init__(self) -> None:
+        for field, choices in _CHOICES.items():
+            value = getattr(self, field)
+            if value not in choices:
+                raise ConfigError(f"{field}={value!r} is not known. Use one of {', '.join(map(repr, choices))}.")
+        if isinstance(self.disabled_rules, str):
+            raise ConfigError(
+                f"disabled_rules={self.disabled_rules!r} is a string. Pass a set of names: {{{self.disabled_rules!r}}}."
+            )
+        object.__setattr__(self, "disabled_rules", frozenset(self.disabled_rules))
+        if self.rules is not None:
+            object.__setattr__(self, "rules", tuple(self.rules))
+        if self.moe_config_dir is not None and not Path(self.moe_config_dir).is_dir():
+            raise ConfigError(f"moe_config_dir={self.moe_config_dir!r} is not a folder. Give an existing one or None.")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> FuseConfig:
+        """A config from a mapping, as `torch.compile(options=...)` passes it. Unknown keys raise `ConfigError`."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ConfigError(
+                f"Unknown option{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}. "
+                f"Known ones: {', '.join(sorted(known))}."
+            )
+        return cls(**options)

@@ -1,0 +1,171 @@
+"""What became of every reduction of a model: a table for people, JSON for programs.
+
+One `SiteReport` per all-reduce of the traced model, also those of other groups and other reduce ops, each once however
+many graphs the model was traced into. A site is fused, merged into another one, or declined with the reasons.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+SCHEMA = 1
+FUSED, MERGED, DECLINED = "fused", "merged", "declined"
+
+
+@dataclass(frozen=True)
+class DeclineReport:
+    """Why one rule left a site alone."""
+
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One all-reduce of the model. `module` and `norm` are module paths; `backends` the size ranges that serve it."""
+
+    id: int
+    module: str
+    norm: str | None
+    status: str
+    op: str | None = None
+    backends: tuple[dict[str, Any], ...] = ()
+    declines: tuple[DeclineReport, ...] = ()
+    residual: bool = False
+    """Whether the reduced value meets the residual stream: an add, or a norm."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "module": self.module,
+            "norm": self.norm,
+            "status": self.status,
+            "op": self.op,
+            "backends": list(self.backends),
+            "declines": [{"rule": d.rule, "reason": d.reason} for d in self.declines],
+        }
+
+    def outcome(self) -> str:
+        """What happened, in one line."""
+        if self.status == DECLINED:
+            return "; ".join(dict.fromkeys(d.reason for d in self.declines))
+        return self.op or ""
+
+
+@dataclass
+class Report:
+    """The report of one compiled model. Filled when the model is traced; `print(report)` before that says so."""
+
+    sites: list[SiteReport] = field(default_factory=list)
+    gate: dict[str, Any] = field(default_factory=dict)
+    moe: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Facts a user should know: why layers were not traced as regions, more than one graph, an ignored setting."""
+
+    num_graphs: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Where the start-up went: trace, passes, compile."""
+
+    rules: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Per rule: matches, declines, seconds."""
+
+    @property
+    def traced(self) -> bool:
+        return self.num_graphs > 0
+
+    @property
+    def totals(self) -> dict[str, int]:
+        status = Counter(site.status for site in self.sites)
+        return {
+            "all_reduce": len(self.sites),
+            "fused": status[FUSED],
+            "merged": status[MERGED],
+            "declined": status[DECLINED],
+        }
+
+    def add_graph(self, sites: list[SiteReport]) -> None:
+        """Merge the sites of one more graph of the same model: a site seen before stays one line, and if two graphs
+        disagree about it, the declined one shows, since that is what a user must know."""
+        self.num_graphs += 1
+        places = _by_place(self.sites)
+        for place, site in _by_place(sites).items():
+            known = places.get(place)
+            if known is None:
+                self.sites.append(replace(site, id=len(self.sites)))
+            elif known.status != DECLINED and site.status == DECLINED:
+                self.sites[known.id] = replace(site, id=known.id)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "sites": [site.to_json() for site in self.sites],
+            "totals": self.totals,
+            "gate": self.gate,
+            "moe": self.moe,
+            "notes": self.notes,
+            "graphs": self.num_graphs,
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "rules": self.rules,
+        }
+
+    def dumps(self) -> str:
+        """The JSON document as text."""
+        return json.dumps(self.to_json(), indent=1, ensure_ascii=False)
+
+    def headline(self) -> str:
+        if not self.traced:
+            return "not traced yet: call the model once, or give example_inputs to graphfuse.compile"
+        t = self.totals
+        return f"{t['all_reduce']} all-reduces: {t['fused']} fused, {t['merged']} merged, {t['declined']} declined"
+
+    def __rich__(self) -> RenderableType:
+        table = Table(title=f"graphfuse: {self.headline()}", title_justify="left", caption_justify="left")
+        table.caption = "\n".join(self._footnotes()) or None
+        if not self.traced:
+            return table
+        for column in ("#", "reduction in", "norm", "status", "became, or why not", "served by"):
+            table.add_column(column, overflow="fold")
+        for site in self.sites:
+            served = ", ".join(_range_text(r) for r in site.backends)
+            table.add_row(
+                str(site.id), site.module or "(top)", site.norm or "", site.status, site.outcome(), served
+            )
+        return table
+
+    def _footnotes(self) -> list[str]:
+        notes = [f"gate: {reason}" for reason in self.gate.get("reasons", ())]
+        return notes + self.notes
+
+    def to_text(self) -> str:
+        """The table as plain text."""
+        console = Console(width=160, no_color=True, highlight=False, record=True, quiet=True)
+        console.print(self)
+        return console.export_text()
+
+    __str__ = to_text
+
+
+def _by_place(sites: list[SiteReport]) -> dict[tuple[str, int], SiteReport]:
+    """Sites keyed by (module path, how many came before it in that module): stable from graph to graph."""
+    seen: Counter[str] = Counter()
+    places = {}
+    for site in sites:
+        places[site.module, seen[site.module]] = site
+        seen[site.module] += 1
+    return places
+
+
+def _range_text(entry: dict[str, Any]) -> str:
+    name = entry["backend"] + (f" {entry['variant']}" if entry.get("variant") else "")
+    limit = entry.get("max_bytes")
+    return name if limit is None else f"{name} ≤ {limit / 1024:g} KiB"

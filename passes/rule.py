@@ -1,0 +1,78 @@
+"""A rule is data: where it starts, what it matches, whether it may, and what it puts there instead.
+
+`match` reads the graph and answers with a `Site` (what it found) or a `Decline` (why this is not one). `applies` is the
+only gate, `rewrite` the only function that touches the graph. No rule has side effects, and none lists epsilons,
+layouts or operand orders: it reads them from the graph.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from graphfuse.gate import Decision
+from graphfuse.passes.groups import Groups
+
+
+class Tier(enum.Enum):
+    """How exact a rule is. FAITHFUL: its error against float64 is no larger than that of the model's own formula."""
+
+    FAITHFUL = "faithful"
+    RELAXED = "relaxed"
+
+
+@dataclass(frozen=True)
+class Decline:
+    """A rule leaves an anchor alone. The reason is a sentence that a user of the model understands."""
+
+    reason: str
+
+    residual: bool = False
+    """The reduced value does meet the residual stream (an add or a norm); `fusion="require"` asks about these."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a rule matched: enough to rewrite it and to report it."""
+
+    reduction: Node
+    """The all_reduce node."""
+
+    op: str
+    """Name of the op that will stand there, for the report."""
+
+    norm: Node | None
+    """The node whose module path names the norm in the report."""
+
+    dtype: torch.dtype
+    hidden_size: int
+    parts: Any
+    """The rule's own findings; only its `rewrite` reads them."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What rules may know besides the graph."""
+
+    groups: Groups
+    """The compiled group, and how to compare another one with it."""
+
+    decide: Callable[[torch.dtype, int], Decision]
+    """The gate's decision for (dtype, hidden size)."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rewrite. See `CONTRIBUTING.md` for a worked example."""
+
+    name: str
+    anchor: Callable[[Node], bool]
+    match: Callable[[Node, Context], Site | Decline]
+    applies: Callable[[Site, Context], Decline | None]
+    rewrite: Callable[[Graph, Site, Context], None]
+    tier: Tier = Tier.FAITHFUL
