@@ -1,0 +1,175 @@
+"""Causal attention with an optional KV cache, as one opaque op: `graphfuse::attention`.
+
+Everything a decoder layer mutates lives behind this op, so that the rest of a traced layer is functional and repeated
+layers can be traced once. Keys and values of the new tokens are written into the cache, then every query attends to
+the slots whose position is at most its own; without a cache it attends to the tokens of the call.
+
+The schema declares no mutation on purpose. A declared mutation inside a traced region cannot be functionalised (torch
+2.11 to 2.13), and none is needed for correctness: the op alone owns the cache, nothing else in a graph reads it, and
+the data dependence between calls of different steps is the program order of whole graphs.
+
+Legend: B batch, S sequence of this call, L slots of the cache, Hq query heads, Hkv key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from graphfuse.errors import ArgumentError
+
+
+@torch.library.custom_op("graphfuse::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Grouped-query causal attention of `q` over the cache, or over `k` and `v` themselves.
+
+    Args:
+        q: `[B, S, Hq, D]`, after the rotary embedding.
+        k, v: `[B, S, Hkv, D]` with Hq a multiple of Hkv; query head h reads key-value head `h // (Hq // Hkv)`.
+        positions: `[B, S]` int64. Rows that are padded on the right simply count on: their last tokens write slots
+            that the row's real tokens overwrite before they can see them.
+        k_cache, v_cache: `[max_batch, max_len, Hkv, D]` of q's dtype, or both None. Row b of the call is row b of the
+            cache. Written **in place** at (b, positions[b, s]), although the schema says nothing of it (see above).
+        scale: factor on the dot products.
+        sliding_window: a query at p sees the keys at p - window + 1 .. p; None sees all.
+
+    Returns:
+        `[B, S, Hq, D]`, contiguous, in q's dtype.
+
+    Raises:
+        ArgumentError: shapes, dtypes or devices do not fit, or (on the CPU, where looking is free) a position lies
+            outside the cache.
+
+    With S == 1 on CUDA nothing depends on the values in `positions`, so the call can be captured in a CUDA graph. A
+    longer call looks at them once, to take the causal kernel when rows start at zero and to read only the used slots.
+    """
+    _check(q, k, v, positions, k_cache, v_cache, sliding_window)
+    _check_token_dims(q, k, v, positions)
+    if q.numel() == 0:
+        return q.new_empty(q.shape)
+    batch, length = positions.shape
+    captured = q.is_cuda and length == 1
+    if k_cache is None or v_cache is None:
+        keys, values, key_positions = k, v, positions[:, None, :]  # [B, 1, S]
+    else:
+        keys, values = _write(k, v, positions, k_cache, v_cache)
+        used = keys.shape[1] if captured else int(positions.max()) + 1
+        keys, values = keys[:, :used], values[:, :used]
+        key_positions = torch.arange(used, device=q.device)[None, None, :]  # [1, 1, L]
+    if not captured and length > 1 and _is_plain_causal(positions, sliding_window):
+        return _sdpa(q, k, v, None, scale)
+    query_positions = positions[:, :, None]  # [B, S, 1]
+    mask = key_positions <= query_positions  # [B, S, L]
+    if sliding_window is not None:
+        mask = mask & (key_positions > query_positions - sliding_window)
+    return _sdpa(q, keys, values, mask, scale)
+
+
+@attention.register_fake
+def _(q, k, v, positions, k_cache, v_cache, scale, sliding_window):
+    _check(q, k, v, positions, k_cache, v_cache, sliding_window)
+    return q.new_empty(q.shape)
+
+
+def _write(k: Tensor, v: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Put the new keys and values into their slots; return the caches' rows of this batch."""
+    batch, length = positions.shape
+    max_batch, max_len = k_cache.shape[:2]
+    if batch > max_batch:
+        raise ArgumentError(
+            f"The batch has {batch} rows but the KV cache holds {max_batch}. Allocate it with max_batch >= {batch}."
+        )
+    if not positions.is_cuda and int(positions.max()) >= max_len:
+        raise ArgumentError(
+            f"Position {int(positions.max())} lies outside the KV cache of {max_len} slots. Allocate it with a larger "
+            "max_len, or shorten the prompt or the generation."
+        )
+    rows = torch.arange(batch, device=positions.device)[:, None].expand(batch, length)
+    k_cache.index_put_((rows, positions), k)
+    v_cache.index_put_((rows, positions), v)
+    return k_cache[:batch], v_cache[:batch]
+
+
+def _is_plain_causal(positions: Tensor, sliding_window: int | None) -> bool:
+    """Every row starts at zero and no window cuts in: the new tokens are all there is to attend to."""
+    length = positions.shape[1]
+    if sliding_window is not None and sliding_window < length:
+        return False
+    return bool((positions == torch.arange(length, device=positions.device)).all())
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of q `[B, S, Hq, D]` over k, v `[B, L, Hkv, D]`; mask `[B, S, L]`, or None for causal."""
+    batch, length, num_heads, _ = q.shape
+    num_kv_heads = k.shape[2]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, L, D]
+    if mask is None:
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=num_heads != num_kv_heads
+        )
+        return out.transpose(1, 2).contiguous()
+    # The heads of a group become more queries of their key-value head: no kernel needs to know of groups, and the
+    # cache is read once instead of being expanded to the query heads.
+    group = num_heads // num_kv_heads
+    q = q.view(batch, length, num_kv_heads, group, -1).permute(0, 2, 3, 1, 4)
+    q = q.reshape(batch, num_kv_heads, group * length, -1)
+    mask = mask[:, None, None].expand(batch, 1, group, length, mask.shape[-1]).reshape(batch, 1, group * length, -1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)  # [B, Hkv, group * S, D]
+    out = out.view(batch, num_kv_heads, group, length, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(batch, length, num_heads, -1).contiguous()
+
+
+def _check(q, k, v, positions, k_cache, v_cache, sliding_window) -> None:
+    """What can be checked without looking at a token dimension (they may be unknown while tracing)."""
+    if not (q.dim() == k.dim() == v.dim() == 4 and positions.dim() == 2):
+        raise ArgumentError(
+            f"attention got q, k, v of {q.dim()}, {k.dim()}, {v.dim()} dimensions and positions of {positions.dim()}. "
+            "Pass q [B, S, Hq, D], k and v [B, S, Hkv, D], positions [B, S]."
+        )
+    if positions.dtype != torch.int64:
+        raise ArgumentError(f"positions are {positions.dtype}. Pass int64.")
+    if k.shape[2:] != v.shape[2:] or q.shape[3] != k.shape[3]:
+        raise ArgumentError(
+            f"Head shapes do not fit: q {tuple(q.shape[2:])}, k {tuple(k.shape[2:])}, v {tuple(v.shape[2:])}. "
+            "All need the same head size, k and v the same number of heads."
+        )
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0:
+        raise ArgumentError(
+            f"{q.shape[2]} query heads cannot be shared by {k.shape[2]} key-value heads. "
+            "The first must be a multiple of the second."
+        )
+    if (k_cache is None) != (v_cache is None):
+        raise ArgumentError("Only one of k_cache and v_cache is given. Pass both or neither.")
+    caches = [t for t in (k_cache, v_cache) if t is not None]
+    for t in (k, v, *caches):
+        if t.dtype != q.dtype:
+            raise ArgumentError(f"q is {q.dtype} but another input is {t.dtype}. Use one dtype for all.")
+    for t in (k, v, positions, *caches):
+        if t.device != q.device:
+            raise ArgumentError(f"q is on {q.device} but another input is on {t.device}. Use one device for all.")
+    for cache in caches:
+        if cache.dim() != 4 or cache.shape[2:] != k.shape[2:]:
+            raise ArgumentError(
+                f"A KV cache has shape {tuple(cache.shape)}. Allocate it as [max_batch, max_len, "
+                f"{k.shape[2]}, {k.shape[3]}]."
+            )
+    if sliding_window is not None and sliding_window < 1:
+        raise ArgumentError(f"sliding_window is {sliding_window}. Pass a positive number of tokens, or None.")
+
+
+def _check_token_dims(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
+    shapes = {tuple(t.shape[:2]) for t in (q, k, v, positions)}
+    if len(shapes) != 1:
+        raise ArgumentError(
+            f"q, k, v and positions disagree on [batch, sequence]: {sorted(shapes)}. Pass the same for all four."
+        )
