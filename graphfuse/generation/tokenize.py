@@ -1,0 +1,111 @@
+"""Prompts become token ids: plain text, chat messages through the tokenizer's template, or ids as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from graphfuse.errors import CheckpointError, GenerationError
+
+Message = dict[str, Any]
+Prompt = str | Sequence[Message] | Sequence[int]
+"""Text, a conversation of {"role": …, "content": …} messages, or token ids."""
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The checkpoint's own tokenizer. Raises `CheckpointError` when there is none that can be read."""
+    try:
+        return AutoTokenizer.from_pretrained(str(path))
+    except Exception as error:  # transformers raises OSError, ValueError, TypeError, … for a missing or broken one
+        raise CheckpointError(
+            f"{path} has no tokenizer that can be read ({type(error).__name__}: {_first_line(error)}). "
+            "Put its tokenizer files (tokenizer.json, tokenizer_config.json) beside the weights."
+        ) from error
+
+
+def eos_token_ids(path: str | Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every id that ends a sequence, from generation_config.json, the model's config and the tokenizer.
+
+    Chat models often end a turn with another token than the pretraining one, and name them in different files.
+    """
+    try:
+        generation = GenerationConfig.from_pretrained(str(path)).eos_token_id
+    except OSError:  # the file is optional
+        generation = None
+    ids: set[int] = set()
+    for value in (generation, config.get_text_config().eos_token_id, tokenizer.eos_token_id):
+        ids.update([value] if isinstance(value, int) else value or [])
+    return frozenset(ids)
+
+
+class PromptEncoder:
+    """Turns prompts into token ids and refuses what the model cannot take."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, max_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_length = max_length
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, prompt: Prompt, name: str = "The prompt") -> list[int]:
+        """The token ids of one prompt: at least one, with room for at least one more. Otherwise raises
+        `GenerationError`, which begins with `name`."""
+        token_ids = self._token_ids(prompt, name)
+        if not token_ids:
+            raise GenerationError(f"{name} is empty. Give at least one token to continue from.")
+        if len(token_ids) >= self._max_length:
+            raise GenerationError(
+                f"{name} has {len(token_ids)} tokens, which leaves no room in a context of {self._max_length}. "
+                "Shorten it, or raise max_length if the model allows more."
+            )
+        return token_ids
+
+    def _token_ids(self, prompt: Prompt, name: str) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self._tokenizer(prompt)["input_ids"]) if prompt else []
+        if not isinstance(prompt, Sequence):
+            raise GenerationError(
+                f"{name} is of type {type(prompt).__name__}. Give text, a list of messages, or a list of token ids."
+            )
+        if prompt and all(isinstance(message, dict) for message in prompt):
+            return self._render(prompt, name)
+        bad = next((t for t in prompt if isinstance(t, bool) or not isinstance(t, int)), None)
+        if bad is not None:
+            raise GenerationError(f"{name} holds {bad!r}. A list must hold only messages, or only token ids.")
+        outside = next((t for t in prompt if not 0 <= t < self._vocab_size), None)
+        if outside is not None:
+            raise GenerationError(
+                f"{name} holds token id {outside}, outside the vocabulary of {self._vocab_size}. "
+                "Encode it with this model's own tokenizer."
+            )
+        return list(prompt)  # type: ignore[arg-type]
+
+    def _render(self, messages: Sequence[Any], name: str) -> list[int]:
+        for message in messages:
+            if not isinstance(message.get("role"), str) or "content" not in message:
+                raise GenerationError(
+                    f'{name} has the message {message!r}. Each message needs a "role" and a "content".'
+                )
+        if not self.has_chat_template:
+            raise GenerationError(
+                f"{name} is a conversation, but this tokenizer has no chat template. Give plain text."
+            )
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:  # a template is a program of its own; what it raises is about the messages
+            raise GenerationError(
+                f"{name} is refused by the chat template ({_first_line(error)}). Change the roles or their order."
+            ) from error
+        return list(encoded["input_ids"])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
