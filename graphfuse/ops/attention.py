@@ -57,7 +57,7 @@ def attention(
     _check_token_dims(q, k, v, positions)
     if q.numel() == 0:
         return q.new_empty(q.shape)
-    batch, length = positions.shape
+    length = positions.shape[1]
     captured = q.is_cuda and length == 1
     if k_cache is None or v_cache is None:
         keys, values, key_positions = k, v, positions[:, None, :]  # [B, 1, S]

@@ -1,0 +1,148 @@
+"""Reference of `graphfuse::moe_experts`: one expert after the other, in the plain formulas.
+
+It rounds where the eager modules of the families round (after each projection and product, in the compute dtype) and
+sums over the choices in float32. Quantised weights are dequantised one expert at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GATE_UP_LAYOUTS = ("concatenated", "interleaved")
+
+ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu": lambda gate, up: F.gelu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "swiglu_oai": lambda gate, up: gate * torch.sigmoid(1.702 * gate) * (up + 1),
+}
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of the experts held here, as stored; see `moe_experts` for their shapes."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    gate_up_scale: Tensor | None
+    down_scale: Tensor | None
+    block_shape: tuple[int, ...] | None
+    interleaved: bool
+    transposed: bool
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up.shape[0]
+
+    @property
+    def gate_up_shape(self) -> tuple[int, int, int]:
+        """(E, output, input), whatever the stored order."""
+        return _output_first(self.gate_up, self.transposed)
+
+    @property
+    def down_shape(self) -> tuple[int, int, int]:
+        return _output_first(self.down, self.transposed)
+
+    def optional(self) -> tuple[Tensor | None, ...]:
+        return self.gate_up_bias, self.down_bias, self.gate_up_scale, self.down_scale
+
+    def expert(self, weight: Tensor, scale: Tensor | None, index: int, dtype: torch.dtype) -> Tensor:
+        """One expert's matrix `[output, input]` in `dtype`, dequantised if it has scales."""
+        matrix = weight[index].t() if self.transposed else weight[index]
+        if scale is None:
+            return matrix.to(dtype)
+        factor = scale[index].float()  # [], [N] or [blocks of N, blocks of K]
+        if factor.dim() == 1:
+            factor = factor[:, None]
+        elif factor.dim() == 2 and self.block_shape is not None:
+            factor = _spread(_spread(factor, 0, self.block_shape[0], matrix.shape[0]), 1, self.block_shape[1],
+                             matrix.shape[1])  # fmt: skip
+        return (matrix.float() * factor).to(dtype)
+
+
+def run(
+    tokens: Tensor,
+    weights: ExpertWeights,
+    local_ids: Tensor,
+    topk_weights: Tensor,
+    activation: str,
+    activation_limit: float | None,
+    tokens_scale: Tensor | None,
+    intermediate_scale: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`[T, H]`; `local_ids` `[T, K]` count from the first expert held here, others are skipped."""
+    static_scale = tokens_scale
+    if not tokens.dtype.is_floating_point or tokens.dtype.itemsize == 1:
+        tokens, static_scale = _dequantise_tokens(tokens, tokens_scale, weights.block_shape), None
+    tokens = tokens.to(dtype)
+    accumulator = torch.zeros(tokens.shape, dtype=torch.promote_types(dtype, torch.float32), device=tokens.device)
+    held = (local_ids >= 0) & (local_ids < weights.num_experts)
+    for index in torch.unique(local_ids[held]).tolist():
+        token, choice = torch.where(local_ids == index)
+        x = _round_to(tokens[token], static_scale, index, weights.gate_up.dtype)  # [N, H]
+        x = F.linear(
+            x,
+            weights.expert(weights.gate_up, weights.gate_up_scale, index, dtype),
+            None if weights.gate_up_bias is None else weights.gate_up_bias[index].to(dtype),
+        )
+        x = gated_activation(x, weights.interleaved, activation, activation_limit)  # [N, I]
+        x = F.linear(
+            _round_to(x, intermediate_scale, index, weights.down.dtype),
+            weights.expert(weights.down, weights.down_scale, index, dtype),
+            None if weights.down_bias is None else weights.down_bias[index].to(dtype),
+        )
+        share = topk_weights[token, choice, None].to(accumulator.dtype)
+        accumulator.index_add_(0, token, x.to(accumulator.dtype) * share)
+    return accumulator.to(dtype)
+
+
+def gated_activation(gate_up: Tensor, interleaved: bool, activation: str, limit: float | None) -> Tensor:
+    """`[N, 2I]` → `[N, I]`."""
+    gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if interleaved else gate_up.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return ACTIVATIONS[activation](gate, up)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _output_first(weight: Tensor, transposed: bool) -> tuple[int, int, int]:
+    experts, a, b = weight.shape
+    return (experts, b, a) if transposed else (experts, a, b)
+
+
+def _spread(scale: Tensor, dim: int, block: int, size: int) -> Tensor:
+    """Repeat each block's scale over the elements of the block; the last block may be cut short."""
+    return scale.repeat_interleave(block, dim).narrow(dim, 0, size)
+
+
+def _dequantise_tokens(tokens: Tensor, scale: Tensor | None, block_shape: tuple[int, ...] | None) -> Tensor:
+    assert scale is not None  # checked by the op
+    scale = scale.float()
+    if scale.dim() == 2 and scale.shape[1] > 1 and block_shape is not None:
+        scale = _spread(scale, 1, block_shape[1], tokens.shape[1])
+    return tokens.float() * scale
+
+
+def _round_to(x: Tensor, scale: Tensor | None, index: int, dtype: torch.dtype) -> Tensor:
+    """x as it comes back from storage in `dtype` with a static scale (of this expert, or one for all)."""
+    if scale is None:
+        return x
+    step = scale[index if scale.numel() > 1 else 0].float()
+    if dtype.is_floating_point:
+        top = torch.finfo(dtype).max
+        stored = (x.float() / step).clamp(-top, top).to(dtype)
+    else:
+        info = torch.iinfo(dtype)
+        stored = (x.float() / step).round().clamp(info.min, info.max).to(dtype)
+    return (stored.float() * step).to(x.dtype)
