@@ -1,0 +1,28 @@
+"""What loading does, as data: which box of which checkpoint tensor goes into which part of which parameter.
+
+A model describes itself as a list of `TensorPlan`s. The loader knows nothing of models, and a model nothing of files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The box `source` of a checkpoint tensor is copied into `into`, a view of a parameter of the same shape."""
+
+    source: tuple[slice, ...]
+    into: Tensor
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One tensor of the checkpoint: its name, its whole shape there, and what this rank takes of it (maybe nothing)."""
+
+    name: str
+    shape: tuple[int, ...]
+    copies: tuple[Copy, ...]
+    parameter: str

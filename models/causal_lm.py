@@ -1,0 +1,114 @@
+"""The frame of every family: embedding, layers, final norm, head; caches; and what it takes from a checkpoint.
+
+A family subclasses `CausalLM` and says how a layer is made. Module names are those of the published checkpoints, so
+the name map is the module tree itself; modules made of several checkpoint tensors have a `tensor_plans` of their own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig
+
+from graphfuse.errors import UnsupportedModelError
+from graphfuse.models.layers import RMSNorm, RotaryEmbedding, head_size
+from graphfuse.models.parallel import ParallelLMHead, VocabParallelEmbedding, replicated
+from graphfuse.models.sharding import TensorParallel, attention_heads
+from graphfuse.weights.plan import TensorPlan
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model on one rank of a tensor-parallel group.
+
+    Attributes: `config`, `tp_group` (None on one rank), `num_layers`, `layers`.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        tp_group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if getattr(config, "quantization_config", None) is not None:
+            raise UnsupportedModelError(
+                'Quantised checkpoints are not implemented. Use an unquantised one, or implementation="transformers".'
+            )
+        tp = TensorParallel.of(tp_group)
+        self.config, self.tp_group, self.num_layers = config, tp.group, config.num_hidden_layers
+        self.dtype, self.tp = dtype, tp
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, tp, dtype=dtype, device=device
+        )
+        self.rotary = RotaryEmbedding(config, head_size(config), dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            [self.make_layer(config, index, tp, dtype, device) for index in range(config.num_hidden_layers)]
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        tied_to = self.embed_tokens.weight if config.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead(
+            config.hidden_size, config.vocab_size, tp, tied_to=tied_to, dtype=dtype, device=device
+        )
+        self.eval()
+
+    def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:
+        """The index-th decoder layer: (x [T, H], cos, sin, positions, k_cache, v_cache) → [T, H]."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        kv_caches: list[tuple[Tensor, Tensor]] | None = None,
+        last_token: Tensor | None = None,
+    ) -> Tensor:
+        """Logits, `[B, S, V]`; with `last_token` `[B]` int64 only those at that index of each row, `[B, V]`.
+
+        Args:
+            input_ids: `[B, S]` int64, rows padded on the right.
+            positions: `[B, S]` int64; None counts from 0 in each row.
+            kv_caches: from `new_kv_caches`; written in place. None: the tokens of this call are the whole text.
+            last_token: `[B]` int64.
+        """
+        batch, length = input_ids.shape
+        if positions is None:
+            positions = torch.arange(length, device=input_ids.device).expand(batch, length)
+        cos, sin = self.rotary(positions)
+        x = self.embed_tokens(input_ids.reshape(-1))  # [T, H]
+        for index, layer in enumerate(self.layers):
+            k_cache, v_cache = (None, None) if kv_caches is None else kv_caches[index]
+            x = layer(x, cos, sin, positions, k_cache, v_cache)
+        x = self.norm(x)
+        if last_token is not None:
+            rows = torch.arange(batch, device=x.device) * length + last_token
+            return self.lm_head(x[rows])  # [B, V]
+        return self.lm_head(x).view(batch, length, -1)  # [B, S, V]
+
+    def new_kv_caches(self, max_batch: int, max_len: int) -> list[tuple[Tensor, Tensor]]:
+        """One (keys, values) pair a layer, `[max_batch, max_len, this rank's key-value heads, head size]`.
+
+        Zero, not empty: attention weighs unused slots with zero, and zero times a stray NaN is NaN.
+        """
+        heads = attention_heads(self.config.num_attention_heads, self.config.num_key_value_heads, self.tp)[1].local
+        shape = (max_batch, max_len, heads, head_size(self.config))
+        weight = self.norm.weight
+        return [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(self.num_layers)]
+
+    def checkpoint_plan(self, names: frozenset[str]) -> list[TensorPlan]:
+        """What this rank takes from a checkpoint that holds `names`."""
+        plans: list[TensorPlan] = []
+        for path, module in self.named_modules():
+            name = path if path.startswith("lm_head") else f"model.{path}"
+            if hasattr(module, "tensor_plans"):
+                plans.extend(module.tensor_plans(name, names))
+            else:
+                plans.extend(replicated(f"{name}.{n}", p) for n, p in module.named_parameters(recurse=False))
+        return plans
+
+    def ignores(self, name: str) -> bool:
+        """Checkpoint tensors that are right to be there and not needed: derived buffers, the copy of a tied weight."""
+        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.lm_head.tied)

@@ -1,0 +1,95 @@
+"""Routed experts with their intermediate dimension divided over the ranks, and softmax top-k routing.
+
+Checkpoints hold experts in one of two forms, and both are read:
+
+    published, one matrix an expert     experts.0.gate_proj.weight [I, H], experts.0.up_proj.weight, ...
+    fused, all experts in one tensor    experts.gate_up_proj [E, 2I, H], experts.down_proj [E, H, I]
+
+Legend: T tokens, H hidden, E experts, I intermediate, K choices per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphfuse.models.parallel import parameter, reduce_sum, span_copies
+from graphfuse.models.sharding import TensorParallel, even
+from graphfuse.ops.moe import moe_experts
+from graphfuse.weights.plan import Copy, TensorPlan
+
+
+class TopKRouter(nn.Module):
+    """Softmax over all experts in float32, the K largest, made to sum to one if `normalise`."""
+
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, normalise: bool, dtype, device) -> None:
+        super().__init__()
+        self.top_k, self.normalise = top_k, normalise
+        self.weight = parameter(num_experts, hidden_size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert ids and weights, `[T, K]` each."""
+        probabilities = F.softmax(F.linear(x, self.weight), dim=-1, dtype=torch.float32)  # [T, E]
+        weights, ids = torch.topk(probabilities, self.top_k, dim=-1)
+        if self.normalise:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return ids, weights.to(x.dtype)
+
+
+class RoutedExperts(nn.Module):
+    """The chosen experts' weighted sum, reduced over the ranks."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        tp: TensorParallel,
+        *,
+        dtype,
+        device,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.activation, self.tp = num_experts, activation, tp
+        self.shard = even(intermediate_size, tp)
+        inner = self.shard.local
+        self.gate_up_proj = parameter(num_experts, 2 * inner, hidden_size, dtype=dtype, device=device)
+        self.down_proj = parameter(num_experts, hidden_size, inner, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        partial = moe_experts(
+            x, self.gate_up_proj, self.down_proj, ids, weights, self.num_experts, activation=self.activation
+        )
+        return reduce_sum(partial, self.tp)
+
+    def tensor_plans(self, path: str, names: frozenset[str]) -> Iterator[TensorPlan]:
+        full, local = self.shard.full, self.shard.local
+        hidden = self.down_proj.shape[1]
+        gate, up = self.gate_up_proj[:, :local], self.gate_up_proj[:, local:]  # [E, i, H] each
+        every = slice(None)
+        if f"{path}.gate_up_proj" in names:
+            copies, down = [], []
+            for s in self.shard.spans:
+                there, here = slice(s.source, s.source + s.length), slice(s.target, s.target + s.length)
+                copies.append(Copy((every, there, every), gate[:, here]))
+                shifted = slice(full + there.start, full + there.stop)
+                copies.append(Copy((every, shifted, every), up[:, here]))
+                down.append(Copy((every, every, there), self.down_proj[:, :, here]))
+            name = f"{path}.gate_up_proj"
+            yield TensorPlan(name, (self.num_experts, 2 * full, hidden), tuple(copies), name)
+            name = f"{path}.down_proj"
+            yield TensorPlan(name, (self.num_experts, hidden, full), tuple(down), name)
+            return
+        for e in range(self.num_experts):
+            for part, shape, target, dim in (
+                ("gate_proj", (full, hidden), gate[e], 0),
+                ("up_proj", (full, hidden), up[e], 0),
+                ("down_proj", (hidden, full), self.down_proj[e], 1),
+            ):
+                owner = "down_proj" if part == "down_proj" else "gate_up_proj"
+                pieces = span_copies(target, self.shard, dim)
+                yield TensorPlan(f"{path}.{e}.{part}.weight", shape, pieces, f"{path}.{owner}")

@@ -1,0 +1,172 @@
+"""Parts that several families share: RMSNorm, rotary embedding, grouped-query attention, gated MLP, and the
+layer around them.
+
+Hidden states are flat, `[T, H]` with T = B * S: a linear over two unknown dimensions would trace to an expanded batched
+product. A layer's forward takes tensors only, so that all layers of a model trace to the same graph.
+
+Legend: B batch, S sequence, T tokens, H hidden, I intermediate, Hq and Hkv this rank's query and key-value heads, D
+head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from graphfuse.errors import UnsupportedModelError
+from graphfuse.models.parallel import ColumnParallelLinear, RowParallelLinear, parameter
+from graphfuse.models.sharding import TensorParallel, attention_heads, even
+from graphfuse.ops.attention import attention
+
+# "hidden_act" of a config: the module's function, and the name of the same function in graphfuse::moe_experts.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "silu": (F.silu, "silu"),
+    "gelu": (F.gelu, "gelu"),
+    "gelu_pytorch_tanh": (lambda x: F.gelu(x, approximate="tanh"), "gelu_tanh"),
+}
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # others change their frequencies as the text grows
+
+
+class RMSNorm(nn.Module):
+    """Llama's form: the statistics in float32, the product with the weight in the input's dtype."""
+
+    def __init__(self, size: int, eps: float, *, dtype, device) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = parameter(size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = x.float()
+        f = f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * f.to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of every token's position, `[B, S, 1, D]` each, in the model's dtype."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: PretrainedConfig, head_dim: int, *, dtype, device) -> None:
+        super().__init__()
+        rope = config.rope_parameters
+        kind = rope["rope_type"]
+        if kind not in STATIC_ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"Rotary embedding of type {kind!r} is not implemented; known: {', '.join(STATIC_ROPE_TYPES)}. "
+                'Load the model with implementation="transformers".'
+            )
+        if kind == "default":
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+            inv_freq, self.scaling = 1.0 / (rope["rope_theta"] ** exponents), 1.0
+        else:
+            inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[kind](config, device)
+        if 2 * inv_freq.shape[0] != head_dim:
+            raise UnsupportedModelError(
+                f"The rotary embedding covers {2 * inv_freq.shape[0]} of {head_dim} dimensions of a head, which is "
+                'not implemented for this family. Load the model with implementation="transformers".'
+            )
+        self.dtype = dtype
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[:, :, None, None].float() * self.inv_freq  # [B, S, 1, D / 2]
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * self.scaling).to(self.dtype), (angles.sin() * self.scaling).to(self.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of each head, x `[B, S, heads, D]`."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over this rank's heads; with `qk_norm`, queries and keys are normalised per head."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        tp: TensorParallel,
+        *,
+        bias: bool,
+        qk_norm: bool,
+        sliding_window: int | None,
+        dtype,
+        device,
+    ) -> None:
+        super().__init__()
+        head_dim = head_size(config)
+        q_heads, kv_heads = attention_heads(config.num_attention_heads, config.num_key_value_heads, tp)
+        parts = {"q_proj": q_heads, "k_proj": kv_heads, "v_proj": kv_heads}
+        self.head_dim, self.num_heads, self.num_kv_heads = head_dim, q_heads.local, kv_heads.local
+        self.scale, self.sliding_window = head_dim**-0.5, sliding_window
+        kwargs = {"dtype": dtype, "device": device}
+        rows = {name: heads.times(head_dim) for name, heads in parts.items()}
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, rows, bias=bias, **kwargs)
+        self.o_proj = RowParallelLinear(q_heads.times(head_dim), config.hidden_size, tp, bias=bias, **kwargs)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, **kwargs) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, **kwargs) if qk_norm else None
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor | None, v_cache: Tensor | None
+    ) -> Tensor:
+        batch, length = positions.shape
+        qkv = self.qkv_proj(x).view(batch, length, -1, self.head_dim)
+        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = attention(q, k, v, positions, k_cache, v_cache, self.scale, self.sliding_window)  # [B, S, Hq, D]
+        return self.o_proj(y.view(-1, self.num_heads * self.head_dim))
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)), the intermediate dimension divided over the ranks."""
+
+    def __init__(self, config: PretrainedConfig, tp: TensorParallel, *, bias: bool, dtype, device) -> None:
+        super().__init__()
+        inner = even(config.intermediate_size, tp)
+        self.activation = activation_of(config)[0]
+        parts = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, bias=bias, dtype=dtype, device=device)
+        self.down_proj = RowParallelLinear(inner, config.hidden_size, tp, bias=bias, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.activation(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    """The residual stream of a pre-norm layer. Families name their own subclasses, since a class is traced once."""
+
+    def __init__(self, config: PretrainedConfig, self_attn: nn.Module, mlp: nn.Module, dtype, device) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.mlp = mlp
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor | None, v_cache: Tensor | None
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, positions, k_cache, v_cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def activation_of(config: PretrainedConfig) -> tuple[Callable[[Tensor], Tensor], str]:
+    if config.hidden_act not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"Activation {config.hidden_act!r} is not implemented; known: {', '.join(ACTIVATIONS)}. "
+            'Load the model with implementation="transformers".'
+        )
+    return ACTIVATIONS[config.hidden_act]
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """Some configs leave head_dim out or None, and mean the even division."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

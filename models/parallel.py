@@ -1,0 +1,141 @@
+"""Tensor-parallel layers: Linear by columns and by rows, embedding and head by vocabulary.
+
+Each holds this rank's part, zero where the division leaves padding (see `sharding`), and says through `tensor_plans`
+which checkpoint tensors it is made of. Reductions are plain functional collectives, for the passes to find.
+
+Legend: T tokens, H hidden, V vocabulary (v: this rank's part).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphfuse.models.sharding import Shard, TensorParallel, even
+from graphfuse.weights.plan import Copy, TensorPlan
+
+
+class ColumnParallelLinear(nn.Module):
+    """Several projections of one input as one matrix product, the output divided over the ranks.
+
+    `parts` maps the checkpoint's names ("q_proj") to how each output dimension is divided. They stand in the
+    checkpoint next to this module: `self_attn.qkv_proj` is made of `self_attn.q_proj`, ...
+    """
+
+    def __init__(self, in_features: int, parts: dict[str, Shard], *, bias: bool, dtype, device) -> None:
+        super().__init__()
+        self.parts = parts
+        rows = sum(shard.local for shard in parts.values())
+        self.weight = parameter(rows, in_features, dtype=dtype, device=device)
+        self.bias = parameter(rows, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def tensor_plans(self, path: str, _names: frozenset[str]) -> Iterator[TensorPlan]:
+        parent = path.rpartition(".")[0]
+        offset = 0
+        for part, shard in self.parts.items():
+            for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
+                if tensor is not None:
+                    copies = span_copies(tensor.narrow(0, offset, shard.local), shard, 0)
+                    shape = (shard.full, *tensor.shape[1:])
+                    yield TensorPlan(f"{parent}.{part}.{kind}", shape, copies, f"{path}.{kind}")
+            offset += shard.local
+
+
+class RowParallelLinear(nn.Module):
+    """A projection whose input is divided over the ranks: a partial product each, then their sum, then the bias."""
+
+    def __init__(self, in_shard: Shard, out_features: int, tp: TensorParallel, *, bias: bool, dtype, device) -> None:
+        super().__init__()
+        self.in_shard, self.tp = in_shard, tp
+        self.weight = parameter(out_features, in_shard.local, dtype=dtype, device=device)
+        self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = reduce_sum(F.linear(x, self.weight), self.tp)
+        return y if self.bias is None else y + self.bias
+
+    def tensor_plans(self, path: str, _names: frozenset[str]) -> Iterator[TensorPlan]:
+        shape = (self.weight.shape[0], self.in_shard.full)
+        yield TensorPlan(f"{path}.weight", shape, span_copies(self.weight, self.in_shard, 1), f"{path}.weight")
+        if self.bias is not None:
+            yield replicated(f"{path}.bias", self.bias)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of the embedding divided over the ranks; ids of other ranks' rows give zero before the sum."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, *, dtype, device) -> None:
+        super().__init__()
+        self.shard, self.tp = even(vocab_size, tp), tp
+        self.weight = parameter(self.shard.local, hidden_size, dtype=dtype, device=device)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.embedding(ids, self.weight)
+        ids = ids - self.tp.rank * self.shard.local
+        here = (ids >= 0) & (ids < self.shard.local)  # [T]
+        x = F.embedding(torch.where(here, ids, 0), self.weight)  # [T, H]
+        return reduce_sum(torch.where(here[:, None], x, 0.0), self.tp)
+
+    def tensor_plans(self, path: str, _names: frozenset[str]) -> Iterator[TensorPlan]:
+        shape = (self.shard.full, self.weight.shape[1])
+        yield TensorPlan(f"{path}.weight", shape, span_copies(self.weight, self.shard, 0), f"{path}.weight")
+
+
+class ParallelLMHead(nn.Module):
+    """Logits of the whole vocabulary on every rank, each rank computing its rows. May share the embedding's weight."""
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, tp: TensorParallel, *, tied_to: nn.Parameter | None, dtype, device
+    ) -> None:
+        super().__init__()
+        self.shard, self.tp, self.tied = even(vocab_size, tp), tp, tied_to is not None
+        if tied_to is None:
+            tied_to = parameter(self.shard.local, hidden_size, dtype=dtype, device=device)
+        self.weight = tied_to
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = F.linear(x, self.weight)  # [T, v]
+        if self.tp.group is None or self.tp.size == 1:
+            return logits
+        num_tokens, part = logits.shape
+        logits = funcol.all_gather_tensor(logits, 0, self.tp.group)  # [tp * T, v]
+        logits = logits.view(self.tp.size, num_tokens, part).transpose(0, 1).reshape(num_tokens, -1)
+        return logits[:, : self.shard.full]  # [T, V], without the padding
+
+    def tensor_plans(self, path: str, _names: frozenset[str]) -> Iterator[TensorPlan]:
+        if not self.tied:
+            shape = (self.shard.full, self.weight.shape[1])
+            yield TensorPlan(f"{path}.weight", shape, span_copies(self.weight, self.shard, 0), f"{path}.weight")
+
+
+def reduce_sum(x: Tensor, tp: TensorParallel) -> Tensor:
+    """The sum over the ranks of the group."""
+    return x if tp.group is None or tp.size == 1 else funcol.all_reduce(x, "sum", tp.group)
+
+
+def parameter(*shape: int, dtype, device) -> nn.Parameter:
+    """Zero, because what the checkpoint does not fill is padding and must be zero."""
+    return nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def span_copies(tensor: Tensor, shard: Shard, dim: int) -> tuple[Copy, ...]:
+    """Copies of the shard's spans along `dim` of a tensor that is whole in its other dimensions."""
+    copies = []
+    for span in shard.spans:
+        source = [slice(None)] * tensor.dim()
+        source[dim] = slice(span.source, span.source + span.length)
+        copies.append(Copy(tuple(source), tensor.narrow(dim, span.target, span.length)))
+    return tuple(copies)
+
+
+def replicated(name: str, tensor: Tensor) -> TensorPlan:
+    """Every rank takes the whole tensor."""
+    return TensorPlan(name, tuple(tensor.shape), (Copy((slice(None),) * tensor.dim(), tensor),), name)

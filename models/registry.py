@@ -1,0 +1,49 @@
+"""Which class serves which config. A family is added here by its `model_type`."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig
+
+from graphfuse.errors import UnsupportedModelError
+from graphfuse.models.causal_lm import CausalLM
+from graphfuse.models.llama import LlamaForCausalLM, MistralForCausalLM
+from graphfuse.models.qwen3 import Qwen3ForCausalLM
+from graphfuse.models.qwen3_moe import Qwen3MoeForCausalLM
+
+FAMILIES: dict[str, type[CausalLM]] = {
+    "llama": LlamaForCausalLM,
+    "mistral": MistralForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
+    "qwen3_moe": Qwen3MoeForCausalLM,
+}
+
+
+def resolve(config: PretrainedConfig) -> type[CausalLM]:
+    """The model class for a config.
+
+    Raises:
+        UnsupportedModelError: the family is not known, or the checkpoint is of another task (a classifier, say).
+    """
+    family = FAMILIES.get(config.model_type)
+    architectures = getattr(config, "architectures", None) or []
+    if family is None or (architectures and not any(name.endswith("ForCausalLM") for name in architectures)):
+        what = f"{config.model_type!r}" + (f" ({', '.join(architectures)})" if architectures else "")
+        raise UnsupportedModelError(
+            f"There is no model definition for {what}; known, as causal language models: "
+            f"{', '.join(sorted(FAMILIES))}. "
+            'Load the model with implementation="transformers".'
+        )
+    return family
+
+
+def build(
+    config: PretrainedConfig,
+    tp_group: dist.ProcessGroup | DeviceMesh | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> CausalLM:
+    """The model with zero weights; also on device "meta" and under FakeTensorMode."""
+    return resolve(config)(config, tp_group, dtype=dtype, device=device)
