@@ -1,0 +1,31 @@
+"""`graphfuse explain`: what would become of a checkpoint's reductions, without weights, GPU or other processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graphfuse.cli.errors import plain_errors
+
+
+def explain(
+    model: Annotated[str, typer.Option(help="Checkpoint folder or hub id. Only its config is read.")],
+    tp: Annotated[int, typer.Option(help="Number of tensor-parallel ranks to pretend.")],
+    device_facts: Annotated[
+        Path | None, typer.Option(help="Facts of another host, as in configs/facts. Default: this one.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Show what would become of each reduction of a model on a host, without running it."""
+    with plain_errors():
+        from rich.console import Console
+
+        from graphfuse.explain import explain_checkpoint
+
+        report = explain_checkpoint(model, tp, device_facts)
+        if as_json:
+            print(report.dumps())
+        else:
+            Console().print(report)

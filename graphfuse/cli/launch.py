@@ -1,0 +1,142 @@
+"""One process a rank: start them, or take part in those that torchrun started.
+
+    graphfuse generate --tp 4 …   ─►  torch.distributed.run's agent in this process
+                                        ├─ rank 0: the same command line, with RANK and WORLD_SIZE set
+                                        └─ ranks 1 … 3: the same; what they print goes to files
+
+When a rank fails the agent ends the others. Its own report, a page of traceback, is replaced by the lines that rank 0
+printed, or the last ones of the rank that failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphfuse.cli.errors import INTERRUPTED
+from graphfuse.errors import GroupError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+_SECONDS_TO_END = 5
+_TAIL_LINES = 20
+
+
+def is_rank() -> bool:
+    """Whether torchrun, or `run_ranks`, started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def check_ranks(tp: int | None) -> int:
+    """The number of ranks: `tp`, or what torchrun started. Raises `GroupError` if the two differ."""
+    started = int(os.environ["WORLD_SIZE"]) if is_rank() else None
+    wanted = tp if tp is not None else started or 1
+    if started is not None and started != wanted:
+        raise GroupError(f"torchrun started {started} ranks but --tp is {wanted}. Make them equal, or leave --tp out.")
+    if wanted < 1:
+        raise GroupError(f"--tp {wanted} is not a number of ranks. Use 1 or more.")
+    return wanted
+
+
+def pick_device(name: str, num_ranks: int) -> str:
+    """ "cuda" or "cpu" for `name`, which may be "auto". Raises `GroupError` when there are too few GPUs."""
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise GroupError(f"--device {name} is not known. Use auto, cpu or cuda.")
+    num_gpus = torch.cuda.device_count()
+    if name == "cpu" or (name == "auto" and num_gpus == 0):
+        return "cpu"
+    if num_gpus < num_ranks:
+        raise GroupError(
+            f"{num_ranks} ranks need {num_ranks} GPUs, and {num_gpus} can be seen. Lower --tp, or use --device cpu."
+        )
+    return "cuda"
+
+
+def run_ranks(num_ranks: int, arguments: list[str]) -> int:
+    """Run `graphfuse` with `arguments` on `num_ranks` new processes of this host; returns the exit code. None of them
+    is left when this returns, also after Ctrl-C or a SIGTERM."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Each rank sets its number of threads itself; this is for the libraries that read it when they are loaded.
+    os.environ.setdefault("OMP_NUM_THREADS", str(_threads_per_rank(num_ranks)))
+    with tempfile.TemporaryDirectory(prefix="graphfuse-") as log_dir:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            monitor_interval=0.1,
+            shutdown_timeout=_SECONDS_TO_END,
+            logs_specs=DefaultLogsSpecs(log_dir=log_dir, redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", "graphfuse.cli.main", *arguments)
+        except ChildFailedError as error:
+            failed, failure = error.get_first_failure()
+            rank_zero = error.failures.get(0)
+            if rank_zero is None or rank_zero.exitcode < 0:  # it did not end by itself, so it has not said why
+                _print_tail(failed, failure.exitcode, log_dir)
+            return failure.exitcode if failure.exitcode > 0 else 1
+        except SignalException as stop:
+            return 128 + stop.sigval
+        except KeyboardInterrupt:
+            return INTERRUPTED
+    return 0
+
+
+@contextmanager
+def joined(num_ranks: int, device_type: str) -> Iterator[tuple[torch.device, dist.ProcessGroup | None]]:
+    """This process as one of `num_ranks`: its device, and the group of all, `None` for a single process."""
+    import torch
+    import torch.distributed as dist
+
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(_threads_per_rank(num_ranks))
+    if num_ranks == 1:
+        yield device, None
+        return
+    if device_type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    yield device, dist.group.WORLD
+    dist.destroy_process_group()  # not after an error: the other ranks may be inside a collective, and it would wait
+
+
+def _threads_per_rank(num_ranks: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // num_ranks)
+
+
+def _print_tail(failed: int, exitcode: int, log_dir: str) -> None:
+    how = f"exit code {exitcode}" if exitcode >= 0 else signal.Signals(-exitcode).name
+    print(f"graphfuse: rank {failed} ended with {how}.", file=sys.stderr)
+    for log in sorted(Path(log_dir).rglob(f"{failed}/stderr.log")):
+        print(*log.read_text(errors="replace").splitlines()[-_TAIL_LINES:], sep="\n", file=sys.stderr)
