@@ -86,7 +86,7 @@ class CausalLM(nn.Module):
         if last_token is not None:
             rows = torch.arange(batch, device=x.device) * length + last_token
             return self.lm_head(x[rows])  # [B, V]
-        return self.lm_head(x).view(batch, length, -1)  # [B, S, V]
+        return self.lm_head(x).view(batch, length, self.config.vocab_size)  # [B, S, V]
 
     def new_kv_caches(self, max_batch: int, max_len: int) -> list[tuple[Tensor, Tensor]]:
         """One (keys, values) pair a layer, `[max_batch, max_len, this rank's key-value heads, head size]`.

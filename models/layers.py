@@ -116,13 +116,13 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor | None, v_cache: Tensor | None
     ) -> Tensor:
         batch, length = positions.shape
-        qkv = self.qkv_proj(x).view(batch, length, -1, self.head_dim)
-        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q, k, v = self.qkv_proj(x).view(batch, length, sum(heads), self.head_dim).split(heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = attention(q, k, v, positions, k_cache, v_cache, self.scale, self.sliding_window)  # [B, S, Hq, D]
-        return self.o_proj(y.view(-1, self.num_heads * self.head_dim))
+        return self.o_proj(y.view(batch * length, self.num_heads * self.head_dim))
 
 
 class GatedMLP(nn.Module):

@@ -107,7 +107,7 @@ class ParallelLMHead(nn.Module):
             return logits
         num_tokens, part = logits.shape
         logits = funcol.all_gather_tensor(logits, 0, self.tp.group)  # [tp * T, v]
-        logits = logits.view(self.tp.size, num_tokens, part).transpose(0, 1).reshape(num_tokens, -1)
+        logits = logits.view(self.tp.size, num_tokens, part).transpose(0, 1).reshape(num_tokens, self.tp.size * part)
         return logits[:, : self.shard.full]  # [T, V], without the padding
 
     def tensor_plans(self, path: str, _names: frozenset[str]) -> Iterator[TensorPlan]:
