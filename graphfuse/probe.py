@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def probe(device: torch.device) -> RankFacts:
         properties = torch.cuda.get_device_properties(device)
         gpu, capability = properties.name, (properties.major, properties.minor)
         gpu_id = uuid_of(properties)
-        links = nvml_links(gpu_id)
+        links = nvml_links(gpu_id, load_nvml())
         nvlink_peers, access_peers = links.nvlink_peers, links.access_peers
         notes += links.notes
     return RankFacts(
@@ -98,29 +98,29 @@ def uuid_of(properties: Any) -> str | None:
     return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"
 
 
+@dataclass(frozen=True)
 class Links:
     """The GPUs of this host that one GPU reaches, by uuid: over NVLink, and for direct reads and writes."""
 
-    def __init__(
-        self,
-        nvlink_peers: tuple[str, ...] | None = None,
-        access_peers: tuple[str, ...] | None = None,
-        num_nvlinks: int | None = None,
-        notes: tuple[str, ...] = (),
-    ) -> None:
-        self.nvlink_peers = nvlink_peers
-        self.access_peers = access_peers
-        self.num_nvlinks = num_nvlinks
-        self.notes = notes
+    nvlink_peers: tuple[str, ...] | None = None
+    access_peers: tuple[str, ...] | None = None
+    num_nvlinks: int | None = None
+    notes: tuple[str, ...] = ()
 
 
-def nvml_links(gpu_id: str | None, nvml: ModuleType | Any | None = None) -> Links:
-    """What NVML knows about the links of one GPU. `nvml` is `pynvml`, or a stand-in in tests."""
+def load_nvml() -> Any:
+    """The module `pynvml`, or None where nvidia-ml-py is not installed."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    return pynvml
+
+
+def nvml_links(gpu_id: str | None, nvml: Any) -> Links:
+    """What NVML knows about the links of one GPU. `nvml` is from `load_nvml`, or a stand-in in tests."""
     if nvml is None:
-        try:
-            import pynvml as nvml
-        except ImportError:
-            return Links(notes=("GPU links are unknown because nvidia-ml-py is not installed.",))
+        return Links(notes=("GPU links are unknown because nvidia-ml-py is not installed.",))
     if gpu_id is None:
         return Links(notes=("GPU links are unknown because torch does not tell the GPU's uuid.",))
     try:

@@ -52,12 +52,12 @@ class ControlChannel:
             raise PeerFailed("; ".join(failures))
         return [value for _, value in messages]
 
-    def fail(self, reason: str) -> str:
+    def fail(self, reason: str, timeout: timedelta = STEP_TIMEOUT) -> str:
         """Post a failure in place of the value that the peers' current exchange waits for.
 
         Returns what they all see: the failures of every rank that posted one, in rank order.
         """
-        messages = self._all_gather((reason, None), STEP_TIMEOUT)
+        messages = self._all_gather((reason, None), timeout)
         return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(messages) if failure is not None)
 
     def _all_gather(self, message: Any, timeout: timedelta) -> list[Any]:

@@ -1,0 +1,221 @@
+"""The workspaces of this process: made together or not at all, shared between compiled models, kept for the next one.
+
+`prepare` is collective. The ranks vote twice: before making a workspace ("I can"), and after ("I did"). A rank that
+cannot, or fails halfway, posts that into the vote its peers wait in, so that all of them fall back to the reference
+backend at once and for the same reason. A rank that does not answer at all is an error on the others, not a fallback:
+what it does later is unknown.
+
+    vote: can ──► create (reuse when large enough on every rank) ──► vote: did ──► active ranges for dispatch
+
+Workspaces are keyed by the group's ranks, dtype and comm backend, and grow for a second model that needs more; the
+smaller one stays alive, since captured CUDA graphs of the first model hold its addresses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphfuse.comm.control import ARRIVAL_TIMEOUT, STEP_TIMEOUT, ControlChannel, PeerFailed, control_channel
+from graphfuse.comm.flashinfer import FlashInferBackend
+from graphfuse.comm.table import REFERENCE_ONLY, SizeRange
+from graphfuse.comm.workspace import Backend, Workspace, WorkspaceRequest
+from graphfuse.errors import ConfigError, GroupError
+from graphfuse.gate import Decision
+
+ActiveKey = tuple[str, torch.dtype, int]
+WorkspaceKey = tuple[tuple[int, ...], torch.dtype, str]
+
+
+@dataclass
+class Active:
+    """What dispatch finds for one (group name, dtype, hidden size), and how many compiled models want it."""
+
+    requested: tuple[SizeRange, ...]
+    ranges: tuple[SizeRange, ...]
+    workspaces: dict[str, Workspace]
+    users: int = 0
+
+
+@dataclass
+class Pool:
+    """Workspaces and active ranges. One per process (`process_pool`); tests make their own."""
+
+    backends: Mapping[str, Backend]
+    _workspaces: dict[WorkspaceKey, Workspace] = field(default_factory=dict)
+    _active: dict[ActiveKey, Active] = field(default_factory=dict)
+
+    def prepare(
+        self,
+        group: ProcessGroup,
+        decision: Decision,
+        *,
+        dtype: torch.dtype,
+        hidden_size: int,
+        device: torch.device | None = None,
+    ) -> Decision:
+        """Make ready what the decision's ranges need, and activate them for dispatch. See `prepare` below."""
+        if not decision.allowed:
+            return decision
+        key = (group.group_name, dtype, hidden_size)
+        conflict = self._conflict(key, decision)
+        limits = _workspace_limits(decision.ranges)
+        if not limits:
+            if conflict:
+                raise ConfigError(conflict)
+            self._activate(key, decision.ranges, decision.ranges, {})
+            return decision
+        channel = control_channel(group)
+        conflicts = [other for other in channel.exchange(conflict) if other]
+        if conflicts:
+            raise ConfigError(conflicts[0])
+        device = device or torch.device("cuda", torch.cuda.current_device())
+        made: dict[str, Workspace] = {}
+        outcome = decision
+        for name, max_bytes in limits.items():
+            request = WorkspaceRequest(group, dtype, hidden_size, max_bytes, device)
+            made_or_reason = self._vote_and_make(name, request, channel)
+            if isinstance(made_or_reason, str):
+                reason = f"All ranks use the reference backend, because {name} could not be set up: {made_or_reason}"
+                outcome = dataclasses.replace(
+                    decision, ranges=REFERENCE_ONLY, reasons=(*decision.reasons, reason), table=None
+                )
+                made = {}
+                break
+            made[name] = made_or_reason
+        self._activate(key, decision.ranges, outcome.ranges, made)
+        return outcome
+
+    def release(self, group: ProcessGroup, *, dtype: torch.dtype, hidden_size: int) -> None:
+        """One compiled model less needs these ranges. The last one takes them, and workspaces nobody uses, away."""
+        key = (group.group_name, dtype, hidden_size)
+        active = self._active.get(key)
+        if active is None:
+            return
+        active.users -= 1
+        if active.users > 0:
+            return
+        del self._active[key]
+        used = [id(workspace) for other in self._active.values() for workspace in other.workspaces.values()]
+        for name, workspace in active.workspaces.items():
+            if id(workspace) not in used and not self.backends[name].keeps_workspaces:
+                workspace.close()
+                self._workspaces = {k: w for k, w in self._workspaces.items() if w is not workspace}
+
+    def active(self, group_name: str, dtype: torch.dtype, hidden_size: int) -> Active | None:
+        """What is active for a fused op's tensors, if anything."""
+        return self._active.get((group_name, dtype, hidden_size))
+
+    def _conflict(self, key: ActiveKey, decision: Decision) -> str | None:
+        active = self._active.get(key)
+        if active is None or active.requested == decision.ranges:
+            return None
+        return (
+            f"Another compiled model uses the same group, dtype {key[1]} and hidden size {key[2]} with other comm "
+            "backends. Close it first (model.close()), or compile both with the same allreduce setting."
+        )
+
+    def _activate(
+        self,
+        key: ActiveKey,
+        requested: tuple[SizeRange, ...],
+        ranges: tuple[SizeRange, ...],
+        workspaces: dict[str, Workspace],
+    ) -> None:
+        users = self._active[key].users if key in self._active else 0
+        self._active[key] = Active(requested, ranges, workspaces, users + 1)
+
+    def _vote_and_make(self, name: str, request: WorkspaceRequest, channel: ControlChannel) -> Workspace | str:
+        """The workspace, or the reason (equal on every rank) why no rank has it."""
+        backend = self.backends[name]
+        key = (tuple(dist.get_process_group_ranks(request.group)), request.dtype, name)
+        workspace = self._workspaces.get(key)
+        try:
+            refusal = _refusal(backend, request)
+            if refusal:
+                return channel.fail(refusal, ARRIVAL_TIMEOUT)
+            capacities = channel.exchange(workspace.capacity if workspace else 0)
+        except PeerFailed as failure:
+            return str(failure)
+        fresh = None
+        try:
+            # Compilers have fake-tensor modes on around this; the workspace is real memory.
+            with _disable_current_modes(), torch.no_grad():
+                if workspace is None or min(capacities) < _row_multiple(request):
+                    workspace = fresh = backend.create(request, channel)
+                workspace.reserve(request.hidden_size)
+            channel.exchange("did", STEP_TIMEOUT)
+        except PeerFailed as failure:
+            if fresh is not None:
+                fresh.close()
+            return str(failure)
+        except GroupError:
+            raise
+        except Exception as error:  # out of memory, a driver error: whatever it was, the peers must hear of it
+            return channel.fail(f"{type(error).__name__}: {error}")
+        self._workspaces[key] = workspace
+        return workspace
+
+
+def _refusal(backend: Backend, request: WorkspaceRequest) -> str | None:
+    """The backend's refusal, or the error it met while looking, which must not keep this rank from the vote."""
+    try:
+        return backend.refusal(request)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _row_multiple(request: WorkspaceRequest) -> int:
+    """The largest message within the limit: whole rows."""
+    row_bytes = request.hidden_size * request.dtype.itemsize
+    return request.max_bytes // row_bytes * row_bytes
+
+
+def _workspace_limits(ranges: tuple[SizeRange, ...]) -> dict[str, int]:
+    """The largest message of each backend that needs a workspace."""
+    limits: dict[str, int] = {}
+    for size_range in ranges:
+        if size_range.max_bytes is not None and size_range.backend != "reference":
+            limits[size_range.backend] = size_range.max_bytes
+    return limits
+
+
+process_pool = Pool({"flashinfer": FlashInferBackend()})
+
+
+def prepare(
+    group: ProcessGroup,
+    decision: Decision,
+    *,
+    dtype: torch.dtype,
+    hidden_size: int,
+    device: torch.device | None = None,
+) -> Decision:
+    """Make the workspaces of a decision and activate its ranges. Collective, outside CUDA-graph capture.
+
+    Args:
+        group: the tensor-parallel group; each of its ranks calls with an equal decision.
+        decision: from `graphfuse.gate.decide`. One that is not allowed is returned as it is.
+        dtype, hidden_size: of the reduced tensors.
+        device: where this rank computes; default: the current CUDA device.
+
+    Returns:
+        The decision in force, equal on every rank: as given, or reference only, with the reason, when a rank could not
+        make its workspace. Each call is undone by one `release`.
+
+    Raises:
+        ConfigError: another open model uses the same group, dtype and hidden size with other ranges.
+        GroupError: a rank did not answer.
+    """
+    return process_pool.prepare(group, decision, dtype=dtype, hidden_size=hidden_size, device=device)
+
+
+def release(group: ProcessGroup, *, dtype: torch.dtype, hidden_size: int) -> None:
+    """Undo one `prepare`. Local: no other rank is waited for."""
+    process_pool.release(group, dtype=dtype, hidden_size=hidden_size)
