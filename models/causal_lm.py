@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
-from graphfuse.errors import UnsupportedModelError
 from graphfuse.models.layers import RMSNorm, RotaryEmbedding, head_size
 from graphfuse.models.parallel import ParallelLMHead, VocabParallelEmbedding, replicated
 from graphfuse.models.sharding import TensorParallel, attention_heads
@@ -34,10 +33,6 @@ class CausalLM(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if getattr(config, "quantization_config", None) is not None:
-            raise UnsupportedModelError(
-                'Quantised checkpoints are not implemented. Use an unquantised one, or implementation="transformers".'
-            )
         tp = TensorParallel.of(tp_group)
         self.config, self.tp_group, self.num_layers = config, tp.group, config.num_hidden_layers
         self.dtype, self.tp = dtype, tp

@@ -80,9 +80,9 @@ class RoutedExperts(nn.Module):
                 copies.append(Copy((every, shifted, every), up[:, here]))
                 down.append(Copy((every, every, there), self.down_proj[:, :, here]))
             name = f"{path}.gate_up_proj"
-            yield TensorPlan(name, (self.num_experts, 2 * full, hidden), tuple(copies), name)
+            yield TensorPlan(name, (self.num_experts, 2 * full, hidden), tuple(copies), self.gate_up_proj)
             name = f"{path}.down_proj"
-            yield TensorPlan(name, (self.num_experts, hidden, full), tuple(down), name)
+            yield TensorPlan(name, (self.num_experts, hidden, full), tuple(down), self.down_proj)
             return
         for e in range(self.num_experts):
             for part, shape, target, dim in (
@@ -90,6 +90,6 @@ class RoutedExperts(nn.Module):
                 ("up_proj", (full, hidden), up[e], 0),
                 ("down_proj", (hidden, full), self.down_proj[e], 1),
             ):
-                owner = "down_proj" if part == "down_proj" else "gate_up_proj"
+                owner = self.down_proj if part == "down_proj" else self.gate_up_proj
                 pieces = span_copies(target, self.shard, dim)
-                yield TensorPlan(f"{path}.{e}.{part}.weight", shape, pieces, f"{path}.{owner}")
+                yield TensorPlan(f"{path}.{e}.{part}.weight", shape, pieces, owner)

@@ -44,7 +44,7 @@ class ColumnParallelLinear(nn.Module):
                 if tensor is not None:
                     copies = span_copies(tensor.narrow(0, offset, shard.local), shard, 0)
                     shape = (shard.full, *tensor.shape[1:])
-                    yield TensorPlan(f"{parent}.{part}.{kind}", shape, copies, f"{path}.{kind}")
+                    yield TensorPlan(f"{parent}.{part}.{kind}", shape, copies, tensor)
             offset += shard.local
 
 
@@ -63,7 +63,7 @@ class RowParallelLinear(nn.Module):
 
     def tensor_plans(self, path: str, _names: frozenset[str]) -> Iterator[TensorPlan]:
         shape = (self.weight.shape[0], self.in_shard.full)
-        yield TensorPlan(f"{path}.weight", shape, span_copies(self.weight, self.in_shard, 1), f"{path}.weight")
+        yield TensorPlan(f"{path}.weight", shape, span_copies(self.weight, self.in_shard, 1), self.weight)
         if self.bias is not None:
             yield replicated(f"{path}.bias", self.bias)
 
@@ -86,7 +86,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def tensor_plans(self, path: str, _names: frozenset[str]) -> Iterator[TensorPlan]:
         shape = (self.shard.full, self.weight.shape[1])
-        yield TensorPlan(f"{path}.weight", shape, span_copies(self.weight, self.shard, 0), f"{path}.weight")
+        yield TensorPlan(f"{path}.weight", shape, span_copies(self.weight, self.shard, 0), self.weight)
 
 
 class ParallelLMHead(nn.Module):
@@ -113,7 +113,7 @@ class ParallelLMHead(nn.Module):
     def tensor_plans(self, path: str, _names: frozenset[str]) -> Iterator[TensorPlan]:
         if not self.tied:
             shape = (self.shard.full, self.weight.shape[1])
-            yield TensorPlan(f"{path}.weight", shape, span_copies(self.weight, self.shard, 0), f"{path}.weight")
+            yield TensorPlan(f"{path}.weight", shape, span_copies(self.weight, self.shard, 0), self.weight)
 
 
 def reduce_sum(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -136,6 +136,6 @@ def span_copies(tensor: Tensor, shard: Shard, dim: int) -> tuple[Copy, ...]:
     return tuple(copies)
 
 
-def replicated(name: str, tensor: Tensor) -> TensorPlan:
+def replicated(name: str, tensor: nn.Parameter) -> TensorPlan:
     """Every rank takes the whole tensor."""
-    return TensorPlan(name, tuple(tensor.shape), (Copy((slice(None),) * tensor.dim(), tensor),), name)
+    return TensorPlan(name, tuple(tensor.shape), (Copy((slice(None),) * tensor.dim(), tensor),), tensor)

@@ -25,7 +25,8 @@ def resolve(config: PretrainedConfig) -> type[CausalLM]:
     """The model class for a config.
 
     Raises:
-        UnsupportedModelError: the family is not known, or the checkpoint is of another task (a classifier, say).
+        UnsupportedModelError: the family is not known, or the checkpoint is of another task (a classifier, say) or
+            quantised.
     """
     family = FAMILIES.get(config.model_type)
     architectures = getattr(config, "architectures", None) or []
@@ -35,6 +36,10 @@ def resolve(config: PretrainedConfig) -> type[CausalLM]:
             f"There is no model definition for {what}; known, as causal language models: "
             f"{', '.join(sorted(FAMILIES))}. "
             'Load the model with implementation="transformers".'
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(
+            'Quantised checkpoints are not implemented. Use an unquantised one, or implementation="transformers".'
         )
     return family
 

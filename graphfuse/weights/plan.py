@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,12 @@ class Copy:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One tensor of the checkpoint: its name, its whole shape there, and what this rank takes of it (maybe nothing)."""
+    """A tensor of the checkpoint: its name, its whole shape there, and what of it goes into this rank's `target`.
+
+    `copies` may be empty: where a dimension does not divide, the last ranks can hold nothing but padding.
+    """
 
     name: str
     shape: tuple[int, ...]
     copies: tuple[Copy, ...]
-    parameter: str
+    target: nn.Parameter

@@ -1,0 +1,160 @@
+"""`graphfuse.load`: a checkpoint folder or hub id → a model on this rank of a tensor-parallel group."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from graphfuse.errors import CheckpointError, ConfigError, GroupError, UnsupportedModelError
+from graphfuse.weights import stream
+from graphfuse.weights.files import find_tensors
+
+logger = logging.getLogger("graphfuse")
+
+IMPLEMENTATIONS = ("auto", "graphfuse", "transformers")
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def load(
+    path_or_hub_id: str | os.PathLike[str],
+    tp_group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    implementation: str = "auto",
+) -> nn.Module:
+    """Load a causal language model, every rank of `tp_group` its own part.
+
+    A rank's peak memory is its part plus a bounded buffer. No collective runs, except inside transformers.
+
+    Args:
+        path_or_hub_id: a folder with config.json and safetensors weights (read without any network), or the id of a
+            repository on the hub ("Qwen/Qwen3-8B"), downloaded as transformers does.
+        tp_group: process group or one-dimensional device mesh; None for one rank.
+        dtype: of the weights and activations; None takes the config's, else the checkpoint's.
+        device: None takes the current CUDA device, or the CPU where there is none or the group is CPU-only.
+        implementation: "graphfuse" (the definitions in graphfuse.models), "transformers" (its model, sharded by its
+            own plan), or "auto": graphfuse's where it has one for the config, else transformers'.
+
+    Returns:
+        The model in eval mode.
+
+    Raises:
+        CheckpointError: the folder or a file is missing, damaged, pickled, or does not fit the config.
+        UnsupportedModelError: implementation="graphfuse" and there is no definition for the config.
+        ConfigError: an unknown implementation. GroupError: a group that cannot be used.
+    """
+    from graphfuse.models import registry
+    from graphfuse.models.sharding import TensorParallel
+
+    if implementation not in IMPLEMENTATIONS:
+        raise ConfigError(f"implementation is {implementation!r}. Use one of {', '.join(IMPLEMENTATIONS)}.")
+    tp = TensorParallel.of(tp_group)
+    folder = local_folder(path_or_hub_id)
+    config = read_config(folder)
+    stored = find_tensors(folder)
+    if implementation == "transformers":
+        return _load_transformers(folder, tp.group, dtype, device)
+    config_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else None
+    model_dtype = dtype or stream.default_dtype(config_dtype, stored)
+    try:
+        model = registry.build(config, tp.group, model_dtype, device or default_device(tp.group))
+    except UnsupportedModelError as reason:
+        if implementation == "graphfuse":
+            raise
+        if tp.rank == 0:
+            logger.warning("Loading transformers' model of %s. %s", folder, reason)
+        return _load_transformers(folder, tp.group, dtype, device)
+    plans = model.checkpoint_plan(frozenset(stored))
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=tp.rank != 0 or not console.is_terminal) as progress:
+        bar = progress.add_task(f"Loading {folder.name}", total=len(plans))
+        stream.fill(model, plans, stored, model.ignores, lambda n: progress.advance(bar, n))
+    return model
+
+
+def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    """The folder itself, or the hub's snapshot of it.
+
+    Raises:
+        CheckpointError: neither a folder nor a repository that can be downloaded or is cached.
+    """
+    path = Path(path_or_hub_id)
+    if path.is_dir():
+        return path
+    name = os.fspath(path_or_hub_id)
+    if path.exists():
+        raise CheckpointError(f"{name} is a file. Pass the folder that holds it.")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise CheckpointError(f"There is no folder {name}. Check the path, or pass a hub id such as Qwen/Qwen3-8B.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{name!r} is no local folder, and the hub does not give it ({type(error).__name__}: {error}). Check the "
+            "name, the network and the access rights."
+        ) from error
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """config.json as transformers reads it.
+
+    Raises:
+        CheckpointError: there is none, or transformers cannot make sense of it.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json. Pass the folder of a complete checkpoint.")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'} cannot be read ({error}). Check or download it again."
+        ) from error
+
+
+def default_device(group: dist.ProcessGroup | None) -> torch.device:
+    """The current CUDA device (which the launcher chose; a rank in a group says nothing of it), else the CPU."""
+    on_gpu = torch.cuda.is_available() and (group is None or "nccl" in str(dist.get_backend(group)))
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _load_transformers(
+    folder: Path, group: dist.ProcessGroup | None, dtype: torch.dtype | None, device: torch.device | str | None
+) -> nn.Module:
+    """Its from_pretrained; over several ranks sharded by its own plan, which always spans all processes."""
+    size = 1 if group is None else dist.get_world_size(group)
+    wanted = torch.device(device) if device is not None else default_device(group)
+    try:
+        if size == 1:
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", use_safetensors=True)
+            return model.to(wanted).eval()
+        if size != dist.get_world_size():
+            raise GroupError(
+                f"transformers shards over all {dist.get_world_size()} processes, but the group has {size}. Pass the "
+                'group of all processes, or implementation="graphfuse".'
+            )
+        current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if wanted.type != (current.type if current is not None else "cpu"):
+            raise ConfigError(
+                f"transformers shards on {current or 'cpu'}, not on {wanted}. Leave device out, or pass "
+                'implementation="graphfuse".'
+            )
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", use_safetensors=True, distributed_config=DistributedConfig(tp_size=size)
+        ).eval()
+    except (OSError, ImportError) as error:
+        raise CheckpointError(f"transformers cannot load {folder} ({error}). See its message.") from error

@@ -1,0 +1,143 @@
+"""Fill a model's parameters from safetensors files, reading only what this rank needs.
+
+safetensors maps a file into memory, so what is read stays resident until the mapping goes. Boxes are copied in pieces
+of bounded size and the mapping is renewed after as many bytes were touched: a rank's peak memory is its shard plus
+about `BUFFER_BYTES`, whatever the size of the files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from graphfuse.errors import CheckpointError
+from graphfuse.weights.files import DTYPES, StoredTensor
+from graphfuse.weights.plan import Copy, TensorPlan
+
+BUFFER_BYTES = 64 << 20
+
+
+def fill(
+    model: nn.Module,
+    plans: Iterable[TensorPlan],
+    stored: dict[str, StoredTensor],
+    ignored: Callable[[str], bool],
+    advance: Callable[[int], None],
+) -> None:
+    """Copy every planned box into its parameter; `advance` hears of each finished tensor.
+
+    Raises:
+        CheckpointError: a planned tensor is missing or has another shape or an unknown dtype, the checkpoint has a
+            tensor that nobody takes, a parameter of the model gets nothing, or a file cannot be read.
+    """
+    plans = list(plans)
+    check(model, plans, stored, ignored)
+    by_file: dict[Path, list[TensorPlan]] = {}
+    for plan in plans:
+        by_file.setdefault(stored[plan.name].file, []).append(plan)
+    for file, of_file in sorted(by_file.items()):
+        reader = Reader(file)
+        for plan in of_file:
+            for copy in plan.copies:
+                reader.copy(stored[plan.name], copy)
+            advance(1)
+        reader.close()
+
+
+def check(
+    model: nn.Module, plans: list[TensorPlan], stored: dict[str, StoredTensor], ignored: Callable[[str], bool]
+) -> None:
+    """Plans, checkpoint and parameters match exactly, with nothing left over on any side."""
+    where = next(iter(stored.values())).file.parent if stored else Path()
+    for plan in plans:
+        tensor = stored.get(plan.name)
+        if tensor is None:
+            raise CheckpointError(
+                f"The checkpoint {where} has no tensor {plan.name!r}, which the model needs. Check that it is complete "
+                "and belongs to its config.json."
+            )
+        if tensor.shape != plan.shape:
+            raise CheckpointError(
+                f"Tensor {plan.name!r} in {tensor.file} has shape {list(tensor.shape)}, but the config asks for "
+                f"{list(plan.shape)}. Check that the weights belong to config.json."
+            )
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"Tensor {plan.name!r} in {tensor.file} has dtype {tensor.dtype}; readable are {', '.join(DTYPES)}. "
+                "Use an unquantised checkpoint."
+            )
+    taken = {plan.name for plan in plans}
+    extra = sorted(name for name in stored if name not in taken and not ignored(name))
+    if extra:
+        raise CheckpointError(
+            f"{stored[extra[0]].file} has the tensor {extra[0]!r}, which the model does not know"
+            + (f" (and {len(extra) - 1} more)" if len(extra) > 1 else "")
+            + ". Check that the weights belong to config.json."
+        )
+    filled = {id(plan.target) for plan in plans}
+    empty = sorted(name for name, p in model.named_parameters() if id(p) not in filled)
+    if empty:
+        raise CheckpointError(f"No tensor of the checkpoint fills {empty[0]!r}. The model's name map is incomplete.")
+
+
+class Reader:
+    """One file, mapped; the mapping is renewed when enough of it was touched."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.touched = file, 0
+        self.handle = self._open()
+
+    def copy(self, stored: StoredTensor, copy: Copy) -> None:
+        if copy.into.numel() == 0:
+            return
+        try:
+            for source, into, touched in pieces(stored, copy):
+                if self.touched + touched > BUFFER_BYTES and self.touched:
+                    self.close()
+                    self.handle, self.touched = self._open(), 0
+                self.touched += touched
+                into.copy_(self.handle.get_slice(stored.name)[source])
+        except (SafetensorError, RuntimeError, OSError) as error:
+            raise CheckpointError(
+                f"Tensor {stored.name!r} in {self.file} cannot be read ({error}). Download the file again."
+            ) from error
+
+    def close(self) -> None:
+        self.handle.__exit__(None, None, None)
+        self.handle = None
+
+    def _open(self):
+        try:
+            return safe_open(self.file, framework="pt", device="cpu").__enter__()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.file} cannot be read ({error}). Download it again.") from error
+
+
+def pieces(stored: StoredTensor, copy: Copy) -> Iterator[tuple[tuple[slice, ...], Tensor, int]]:
+    """The copy, cut along its first dimension into (source, into, bytes of the file touched), a buffer each at most.
+
+    A row that is read in part counts whole, since its pages may all be touched. A single row is never cut.
+    """
+    if not stored.shape:
+        yield copy.source, copy.into, DTYPES[stored.dtype].itemsize
+        return
+    row_bytes = math.prod(stored.shape[1:]) * DTYPES[stored.dtype].itemsize
+    step = max(1, BUFFER_BYTES // max(1, row_bytes))
+    first = copy.source[0].start or 0
+    for start in range(0, copy.into.shape[0], step):
+        into = copy.into[start : start + step]
+        rows = slice(first + start, first + start + into.shape[0])
+        yield (rows, *copy.source[1:]), into, into.shape[0] * row_bytes
+
+
+def default_dtype(config_dtype: torch.dtype | None, stored: dict[str, StoredTensor]) -> torch.dtype:
+    """The config's, else the one most of the checkpoint's tensors are stored in."""
+    if config_dtype is not None:
+        return config_dtype
+    kinds = [DTYPES[t.dtype] for t in stored.values() if t.dtype in DTYPES]
+    return max(set(kinds), key=kinds.count) if kinds else torch.float32
