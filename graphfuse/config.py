@@ -1,4 +1,4 @@
-"""`FuseConfig`: everything a user can set, each field documented once. The CLI and the Dynamo backend use these names."""
+"""`FuseConfig`: everything a user can set, each field documented once. CLI and Dynamo backend use the same names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FuseConfig:
     reduction that meets the residual stream is declined."""
 
     executor: str = "auto"
-    """Who runs the rewritten graph: "inductor", "eager" (interpreted), or "auto": Inductor on GPUs, eager on the CPU."""
+    """Who runs the rewritten graph: "inductor", "eager" (interpreted), or "auto": Inductor on GPUs, else eager."""
 
     allreduce: str = "auto"
     """The comm backend of the fused ops: "auto" follows the size table of this kind of host; "flashinfer", "symm_mem"

@@ -8,7 +8,6 @@ or could not find out, is kept as a sentence in `notes` and stands as its most c
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,10 +208,4 @@ def gather_facts(group: ProcessGroup | None, device: torch.device | str) -> Fact
         return dataclasses.replace(combine([mine]), world_size=world_size)
     if world_size == 1:
         return combine([mine])
-    answers = control_channel(group).exchange(json.dumps(dataclasses.asdict(mine)))
-    return combine([_rank_facts(json.loads(answer)) for answer in answers])
-
-
-def _rank_facts(data: dict[str, Any]) -> RankFacts:
-    """`RankFacts` from JSON, whose lists were tuples."""
-    return RankFacts(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+    return combine(control_channel(group).exchange(mine))

@@ -6,6 +6,7 @@ many graphs the model was traced into. A site is fused, merged into another one,
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ class DeclineReport:
 
     rule: str
     reason: str
+    close: bool = False
+    """The rule saw the residual stream there, and failed on something else: the reason worth reading first."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class SiteReport:
     def outcome(self) -> str:
         """What happened, in one line."""
         if self.status == DECLINED:
-            return "; ".join(dict.fromkeys(d.reason for d in self.declines))
+            close = [d for d in self.declines if d.close] or self.declines
+            return "; ".join(dict.fromkeys(d.reason for d in close))
         return self.op or ""
 
 
@@ -148,9 +152,10 @@ class Report:
 
     def to_text(self) -> str:
         """The table as plain text."""
-        console = Console(width=160, no_color=True, highlight=False, record=True, quiet=True)
-        console.print(self)
-        return console.export_text()
+        console = Console(width=160, no_color=True, highlight=False, file=io.StringIO())
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()
 
     __str__ = to_text
 

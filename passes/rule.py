@@ -76,3 +76,6 @@ class Rule:
     applies: Callable[[Site, Context], Decline | None]
     rewrite: Callable[[Graph, Site, Context], None]
     tier: Tier = Tier.FAITHFUL
+
+    reduces: frozenset[object] = frozenset()
+    """Ops this rule emits that sum their first argument over the compiled group, for the verifier."""

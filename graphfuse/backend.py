@@ -1,0 +1,326 @@
+"""The Dynamo backend: a traced graph comes in, is rewritten, and goes to an executor.
+
+    Dynamo graph ─► seal regions ─► AOTAutograd, inference ─► inline ─► passes ─► outline ─► Inductor, or eager
+
+`graphfuse.compile` makes a `Session` for its model. `torch.compile(model, backend="graphfuse")` and transformers'
+`CompileConfig(backend="graphfuse")` come through `graphfuse_backend`, which makes one per graph; its report is
+`graphfuse.last_report()`. Passes run at every start, in front of every cache, so the report is always whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import detect_fake_mode
+from torch._guards import TracingContext, tracing
+from torch._inductor.decomposition import select_decomp_table
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.fx import GraphModule
+
+from graphfuse import gate, regions
+from graphfuse.config import FuseConfig
+from graphfuse.errors import ConfigError, FusionRequiredError, GroupError
+from graphfuse.executors import check_mode, compile_with_inductor, resolve_executor, run_eagerly
+from graphfuse.passes import default_rules
+from graphfuse.passes.driver import run_passes, select_rules
+from graphfuse.passes.dump import Dump
+from graphfuse.passes.groups import Groups
+from graphfuse.passes.outline import outline
+from graphfuse.passes.reductions import reductions
+from graphfuse.passes.rule import Context, Rule
+from graphfuse.report import DECLINED, Report
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """What stays the same for all graphs of one model: group, config, gate decisions, report, workspaces.
+
+    Args:
+        group: the tensor-parallel group, or None: then the group that the graph's reductions share.
+        config: settings.
+        mode: a `torch.compile` mode for Inductor.
+        facts: facts about the host; gathered from the group when None.
+        capture: called with each rewritten graph (tests and `explain` read it); nothing is executed then.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        config: FuseConfig,
+        *,
+        mode: str | None = None,
+        facts: gate.Facts | None = None,
+        capture: Callable[[GraphModule, GraphModule], None] | None = None,
+    ) -> None:
+        self.group = group
+        self.config = config
+        self.mode = check_mode(mode)
+        self.rules: list[Rule] = list(default_rules() if config.rules is None else config.rules)
+        self.active_rules = select_rules(self.rules, config)
+        self.report = Report()
+        self._facts = facts
+        self._capture = capture
+        self._decisions: dict[tuple[torch.dtype, int], gate.Decision] = {}
+        self._workspaces: list[tuple[dist.ProcessGroup, torch.dtype, int]] = []
+
+    # --- Dynamo calls this -----------------------------------------------------------------------------------------
+
+    def __call__(self, module: GraphModule, inputs: Sequence[Any], **_kwargs: object) -> Callable:
+        started = time.perf_counter()
+        sealed = regions.seal(module)
+        try:
+            regions.trace_bodies(sealed, _capture_body)
+            if sealed.num_regions:
+                log.info("%d distinct regions", sealed.num_regions)
+
+            def lower(top: GraphModule, top_inputs: Sequence[Any]) -> Callable:
+                flat = regions.inline(top) if sealed.num_regions else top
+                self._spent("trace", time.perf_counter() - started)
+                return self._lower(flat, top_inputs)
+
+            # No AOTAutograd cache: on a hit it would answer without running the passes.
+            return aot_autograd(
+                fw_compiler=lower,
+                inference_compiler=lower,
+                decompositions=select_decomp_table(),
+                keep_inference_input_mutations=True,
+            )(module, inputs)
+        finally:
+            sealed.close()
+
+    # --- one flat ATen graph ---------------------------------------------------------------------------------------
+
+    def _lower(self, module: GraphModule, inputs: Sequence[Any]) -> Callable:
+        regions.annotate_paths(module)
+        device = _device_of(inputs)
+        if self.group is None:
+            self.group = _shared_group(module, self.report)
+        context = Context(Groups.of(self.group), lambda dtype, size: self._decide(dtype, size, device))
+        before = _copy(module) if self._capture else None
+        result = run_passes(
+            module,
+            self.active_rules,
+            context,
+            self.config,
+            fuel=_fuel(),
+            dump=Dump(self.config.dump or os.environ.get("GRAPHFUSE_DUMP"), prefix=f"graph{self.report.num_graphs}_"),
+        )
+        self._spent("passes", result.seconds)
+        self.report.rules = result.rules
+        self.report.moe = _moe_layers(module)
+        self._prepare_workspaces(result.sites)
+        sites = [dataclasses.replace(s, backends=self._served(s)) for s in result.sites]
+        self.report.add_graph(sites)
+        self.report.gate = self._gate_summary()
+        if self.config.fusion == "require":
+            self._require(self.report)
+        if self._capture is not None:
+            assert before is not None
+            self._capture(before, module)
+            return _stop
+        return self._execute(module, inputs, device)
+
+    def _execute(self, module: GraphModule, inputs: Sequence[Any], device: torch.device) -> Callable:
+        started = time.perf_counter()
+        executor = resolve_executor(self.config.executor, device)
+        if executor == "eager":
+            if self.mode is not None:
+                self.report.note(f"mode={self.mode!r} is for Inductor; the eager executor ignores it")
+            return run_eagerly(module, inputs)
+        repeats = outline(module)
+        if repeats:
+            log.info("outlined %s", repeats)
+        compiled = compile_with_inductor(module, inputs, self.mode)
+        self._spent("compile", time.perf_counter() - started)
+        return compiled
+
+    def _spent(self, stage: str, seconds: float) -> None:
+        self.report.seconds[stage] = self.report.seconds.get(stage, 0.0) + seconds
+
+    # --- the gate and the workspaces -------------------------------------------------------------------------------
+
+    def _decide(self, dtype: torch.dtype, hidden_size: int, device: torch.device) -> gate.Decision:
+        key = (dtype, hidden_size)
+        if key not in self._decisions:
+            if self._facts is None:
+                assert self.group is not None
+                self._facts = gate.gather_facts(self.group, device)
+            self._decisions[key] = gate.decide(
+                self._facts, dtype=dtype, hidden_size=hidden_size, allreduce=self.config.allreduce
+            )
+        return self._decisions[key]
+
+    def _prepare_workspaces(self, sites: Sequence[Any]) -> None:
+        """Make the comm backends of the sites just found ready, on every rank or on none."""
+        if self._capture is not None or self.group is None or all(site.op is None for site in sites):
+            return
+        from graphfuse.comm import pool
+
+        for (dtype, hidden_size), decision in list(self._decisions.items()):
+            held = (self.group, dtype, hidden_size)
+            if decision.allowed and held not in self._workspaces:
+                self._decisions[dtype, hidden_size] = pool.prepare(
+                    self.group, decision, dtype=dtype, hidden_size=hidden_size
+                )
+                self._workspaces.append(held)
+
+    def _served(self, site: Any) -> tuple[dict, ...]:
+        if site.op is None or len(self._decisions) != 1:
+            return site.backends
+        (decision,) = self._decisions.values()
+        return tuple(decision.to_json()["ranges"])
+
+    def _gate_summary(self) -> dict[str, Any]:
+        decisions = [
+            {"dtype": str(dtype).removeprefix("torch."), "hidden_size": size, **decision.to_json()}
+            for (dtype, size), decision in self._decisions.items()
+        ]
+        reasons = list(dict.fromkeys(reason for d in self._decisions.values() for reason in d.reasons))
+        return {"facts": self._facts.to_json() if self._facts else {}, "decisions": decisions, "reasons": reasons}
+
+    def _require(self, report: Report) -> None:
+        left = [site for site in report.sites if site.status == DECLINED and site.residual]
+        if left:
+            lines = "\n".join(f"  {site.module or '(top)'}: {site.outcome()}" for site in left)
+            raise FusionRequiredError(
+                f"fusion='require', but {len(left)} residual-stream reductions were declined:\n{lines}\n"
+                "Remove the reasons, or use fusion='auto' to run them unfused."
+            )
+
+    def close(self) -> None:
+        """Give the workspaces back to the pool."""
+        if self._workspaces:
+            from graphfuse.comm import pool
+
+            for group, dtype, hidden_size in self._workspaces:
+                pool.release(group, dtype=dtype, hidden_size=hidden_size)
+            self._workspaces.clear()
+
+
+# --- torch.compile(model, backend="graphfuse") ----------------------------------------------------------------------
+
+_last = threading.local()
+
+
+def graphfuse_backend(
+    module: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable:
+    """The backend behind `torch.compile(model, backend="graphfuse")`.
+
+    Args:
+        mode: a `torch.compile` mode; passed on to Inductor.
+        options: fields of `FuseConfig`, and "tp_group": the group's name. Without it, the group that the graph's
+            reductions share.
+    """
+    options = dict(options or {})
+    name = options.pop("tp_group", None)
+    session = Session(None if name is None else group_named(name), FuseConfig.from_options(options), mode=mode)
+    _last.session = session
+    return session(module, inputs)
+
+
+def last_report() -> Report | None:
+    """The report of the graph that this thread compiled last through `backend="graphfuse"`; None before the first."""
+    session = getattr(_last, "session", None)
+    return session.report if session is not None else None
+
+
+def group_named(name: object) -> dist.ProcessGroup:
+    """The process group of this name, or `GroupError`."""
+    if isinstance(name, dist.ProcessGroup):
+        return name
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise GroupError(
+            f"There is no process group called {name!r}. Pass group.group_name of an existing one."
+        ) from error
+
+
+class Captured(Exception):
+    """A session that only captures graphs has done so; raised where a compiled graph would run."""
+
+
+def _stop(*_args: object) -> Any:
+    raise Captured
+
+
+# --- helpers --------------------------------------------------------------------------------------------------------
+
+
+def _capture_body(module: GraphModule, inputs: list[Any]) -> GraphModule:
+    """One region's ATen graph, by AOTAutograd in a tracing context of its own."""
+    captured: list[GraphModule] = []
+
+    def keep(graph_module: GraphModule, _inputs: Sequence[Any]) -> Callable:
+        captured.append(graph_module)
+        return run_eagerly(graph_module, _inputs)
+
+    with tracing(TracingContext(detect_fake_mode(inputs))):
+        aot_autograd(
+            fw_compiler=keep,
+            inference_compiler=keep,
+            decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,
+        )(module, inputs)
+    return captured[0]
+
+
+def _shared_group(module: GraphModule, report: Report) -> dist.ProcessGroup | None:
+    """The one group that all reductions of a graph run over."""
+    names = {str(node.args[2]) for node in reductions(module.graph)}
+    groups = {Groups.of(group).ranks: group for group in map(group_named, sorted(names))}
+    if len(groups) > 1:
+        report.note(
+            f"reductions run over {len(groups)} groups, so none was taken for the tensor-parallel one: "
+            "pass options={'tp_group': name}"
+        )
+        return None
+    return next(iter(groups.values()), None)
+
+
+def _device_of(inputs: Sequence[Any]) -> torch.device:
+    devices = [t.device for t in inputs if isinstance(t, Tensor)]
+    return next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.device("cpu"))
+
+
+def _fuel() -> int | None:
+    text = os.environ.get("GRAPHFUSE_FUEL")
+    if text is None:
+        return None
+    if not text.isdigit():
+        raise ConfigError(f"GRAPHFUSE_FUEL={text!r} is not a number of rewrites. Unset it, or give 0, 1, 2, ...")
+    return int(text)
+
+
+def _moe_layers(module: GraphModule) -> list[dict[str, Any]]:
+    """The expert layers of a graph and what serves them."""
+    return [
+        {"module": node.meta.get("graphfuse_path", ""), "config": None, "source": "reference"}
+        for node in module.graph.nodes
+        if node.op == "call_function" and str(node.target).startswith("graphfuse.moe_experts")
+    ]
+
+
+def _copy(module: GraphModule) -> GraphModule:
+    graph = torch.fx.Graph()
+    result = graph.graph_copy(module.graph, {}, return_output_node=True)
+    assert result is not None
+    output, old = result
+    graph.output(output).meta = dict(old.meta)
+    return GraphModule(module, graph)

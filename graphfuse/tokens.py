@@ -1,0 +1,56 @@
+"""Mark the token dimensions of a model's inputs, so that one graph serves every batch and length.
+
+Which dimensions these are is read from the arguments: all of an integer or boolean tensor of at most two dimensions
+(ids, positions, masks), all but the last of a floating-point tensor of two or three (hidden states). Tensors inside
+lists, tuples and objects (caches) keep their shapes. Equal sizes at equal places of the first call are taken to be one
+quantity, and checked at run time from then on.
+
+`UNBACKED` marks them with `mark_unbacked`: nothing may depend on the size, not even whether it is 1, and there is one
+graph. A model that cannot be traced so gets `DYNAMIC`: up to four graphs, since sizes of 1 specialise.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+_MARKS = ("_dynamo_unbacked_indices", "_dynamo_shape_ids", "_specialize_on", "_dynamo_hint_overrides")
+
+
+class Marking(enum.Enum):
+    UNBACKED = "unbacked"
+    DYNAMIC = "dynamic"
+
+
+def token_dims(tensor: Tensor) -> range:
+    """The dimensions of an argument that count tokens, sequences or positions."""
+    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+        return range(tensor.dim()) if tensor.dim() <= 2 else range(0)
+    return range(tensor.dim() - 1) if tensor.dim() in (2, 3) else range(0)
+
+
+def mark_token_dims(arguments: Iterable[object], marking: Marking) -> None:
+    """Mark the tensors among a call's arguments. Marks live on the tensor objects and change nothing else."""
+    for tensor in _tensors(arguments):
+        for dim in token_dims(tensor):
+            if marking is Marking.UNBACKED:
+                if dim not in getattr(tensor, "_dynamo_unbacked_indices", ()):
+                    shape_id = f"dim{dim}_{tensor.shape[dim]}"
+                    torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=shape_id)
+            else:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def unmark(arguments: Iterable[object]) -> None:
+    """Take `UNBACKED` marks off again, before another attempt."""
+    for tensor in _tensors(arguments):
+        for name in _MARKS:
+            if hasattr(tensor, name):
+                delattr(tensor, name)
+
+
+def _tensors(arguments: Iterable[object]) -> Iterator[Tensor]:
+    return (a for a in arguments if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter))

@@ -1,0 +1,16 @@
+"""Graph passes: one file per rewrite. `default_rules()` is the order in which they are tried."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphfuse.passes.rule import Rule
+
+
+def default_rules() -> list[Rule]:
+    """The built-in rules in order: the longer pattern first."""
+    from graphfuse.passes.fuse_add_rms_norm import FUSE_ADD_RMS_NORM
+    from graphfuse.passes.fuse_rms_norm import FUSE_RMS_NORM
+
+    return [FUSE_ADD_RMS_NORM, FUSE_RMS_NORM]

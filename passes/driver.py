@@ -1,0 +1,158 @@
+"""Run rules over a graph: one loop for all of them, which counts, times, dumps, and records every reduction's fate.
+
+Rules are tried in order, each at every anchor it has left. The result lists one `SiteReport` per all_reduce of the
+graph as it came in. Rewriting can be stopped after the n-th rewrite (fuel) to bisect a bad one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule, Node
+
+from graphfuse.config import FuseConfig
+from graphfuse.errors import UnknownRuleError
+from graphfuse.passes.dump import Dump
+from graphfuse.passes.graph_reading import aten, is_call, module_path
+from graphfuse.passes.reductions import reductions
+from graphfuse.passes.rule import Context, Decline, Rule, Site, Tier
+from graphfuse.passes.verify_reductions import ledger, verify_reductions
+from graphfuse.report import DECLINED, FUSED, DeclineReport, SiteReport
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class PassResult:
+    """What one run did: a line per reduction, counters per rule, and how long it took in seconds."""
+
+    sites: list[SiteReport] = field(default_factory=list)
+    rules: dict[str, dict[str, float]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def select_rules(rules: Sequence[Rule], config: FuseConfig) -> list[Rule]:
+    """The rules a config leaves switched on. An unknown name in `disabled_rules` raises `UnknownRuleError`."""
+    names = [rule.name for rule in rules]
+    unknown = sorted(config.disabled_rules - set(names))
+    if unknown:
+        raise UnknownRuleError(
+            f"disabled_rules names {', '.join(map(repr, unknown))}, which no rule has. Known: {', '.join(names)}."
+        )
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UnknownRuleError(f"Two rules are called {', '.join(map(repr, twice))}. Give each rule a name of its own.")
+    return [rule for rule in rules if rule.name not in config.disabled_rules]
+
+
+def run_passes(
+    module: GraphModule,
+    rules: Sequence[Rule],
+    context: Context,
+    config: FuseConfig,
+    *,
+    fuel: int | None = None,
+    dump: Dump | None = None,
+) -> PassResult:
+    """Rewrite `module` in place."""
+    start = time.perf_counter()
+    graph = module.graph
+    dump = dump or Dump(None)
+    anchors = reductions(graph)
+    fates = [_Fate(index, module_path(node), _meets_residual(node)) for index, node in enumerate(anchors)]
+    fate_of = dict(zip(anchors, fates, strict=True))
+    before = ledger(graph, context.groups)
+    result = PassResult()
+    dump.write("before", module)
+    if config.fusion == "off":
+        for fate in fates:
+            fate.declines.append(DeclineReport("fusion", "fusion is switched off (fusion='off')"))
+        rules = []
+    elif not context.groups.ranks or context.groups.size == 1:
+        why = "the group has one rank: there is nothing to reduce" if context.groups.ranks else "no group was given"
+        for fate in fates:
+            fate.declines.append(DeclineReport("group", why))
+        rules = []
+    for name in sorted(config.disabled_rules) if config.fusion != "off" else ():
+        for fate in fates:
+            fate.declines.append(DeclineReport(name, f"the rule {name} is switched off (disabled_rules)"))
+
+    for rule in rules:
+        started, matches, declines = time.perf_counter(), 0, 0
+        for node in [n for n in graph.nodes if rule.anchor(n)]:
+            outcome = _try(rule, node, context, config, fuel)
+            fate = fate_of.get(node)
+            if isinstance(outcome, Decline):
+                declines += 1
+                if fate is not None:
+                    fate.declines.append(DeclineReport(rule.name, outcome.reason, outcome.residual))
+                    fate.residual = fate.residual or outcome.residual
+                continue
+            norm = module_path(outcome.norm) if outcome.norm is not None else None
+            rule.rewrite(graph, outcome, context)
+            matches += 1
+            fuel = None if fuel is None else fuel - 1
+            if fate is not None:
+                fate.fuse(outcome, norm, context)
+        graph.eliminate_dead_code()
+        seconds = time.perf_counter() - started
+        result.rules[rule.name] = {"matches": matches, "declines": declines, "seconds": round(seconds, 4)}
+        log.info("%s: %d matched, %d declined, %.3f s", rule.name, matches, declines, seconds)
+        dump.write(rule.name, module)
+
+    if config.verify:
+        verify_reductions(graph, before, context.groups, rules)
+    graph.lint()
+    module.recompile()
+    result.sites = [fate.report() for fate in fates]
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def _try(rule: Rule, node: Node, context: Context, config: FuseConfig, fuel: int | None) -> Site | Decline:
+    if rule.tier is Tier.RELAXED and config.tier != "relaxed":
+        return Decline(f"the rule {rule.name} is a relaxed one (tier='relaxed' allows it)")
+    site = rule.match(node, context)
+    if isinstance(site, Decline):
+        return site
+    refusal = rule.applies(site, context)
+    if refusal is not None:
+        return refusal
+    if fuel is not None and fuel <= 0:
+        return Decline("stopped by GRAPHFUSE_FUEL")
+    return site
+
+
+@dataclass
+class _Fate:
+    """What became of one all_reduce of the graph."""
+
+    index: int
+    module: str
+    residual: bool
+    norm: str | None = None
+    op: str | None = None
+    backends: tuple[dict, ...] = ()
+    declines: list[DeclineReport] = field(default_factory=list)
+
+    def fuse(self, site: Site, norm: str | None, context: Context) -> None:
+        decision = context.decide(site.dtype, site.hidden_size)
+        self.op, self.norm = site.op, norm
+        self.backends = tuple(decision.to_json()["ranges"])
+
+    def report(self) -> SiteReport:
+        if self.op is not None:
+            return SiteReport(self.index, self.module, self.norm, FUSED, self.op, self.backends, (), True)
+        declines = self.declines or [DeclineReport("rules", "no rule starts at this reduction")]
+        return SiteReport(
+            self.index, self.module, None, DECLINED, None, (), tuple(declines), residual=self.residual
+        )
+
+
+def _meets_residual(node: Node) -> bool:
+    """Whether the reduced value is added to something, at one remove: the mark of a residual-stream reduction."""
+    waits = [user for user in node.users if user.op == "call_function"]
+    return any(is_call(user, aten.add.Tensor) for wait in waits for user in wait.users)

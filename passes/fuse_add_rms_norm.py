@@ -1,0 +1,107 @@
+"""Fuse a tensor-parallel reduction with the residual add and RMSNorm that follow it.
+
+    partial ─► all_reduce ─► wait ─► add(residual) ─► rms_norm      becomes
+    partial ─► all_reduce_add_rms_norm(residual, weight) ─► (normed, residual')
+
+The add and the norm may belong to the next layer, or the norm be the model's last: the graph does not know layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from graphfuse.ops import fused_all_reduce  # noqa: F401  (registers the op)
+from graphfuse.passes.graph_reading import aten, describe, is_call, readers, replay, same_shape, value
+from graphfuse.passes.norm_site import emit, erase_reduction, norm_fits, require_norm
+from graphfuse.passes.reductions import Reduction, all_reduce, gate_allows, sum_over_compiled_group
+from graphfuse.passes.rms_norm import RMSNorm
+from graphfuse.passes.rule import Context, Decline, Rule, Site
+
+OP = "all_reduce_add_rms_norm"
+
+
+@dataclass(frozen=True)
+class _Parts:
+    reduction: Reduction
+    views: tuple[Node, ...]
+    """Views between the reduction and the add; an elementwise sum over ranks commutes with them."""
+    add: Node
+    residual: Node
+    norm: RMSNorm
+
+
+def match_add_rms_norm(node: Node, context: Context) -> Site | Decline:
+    reduction = sum_over_compiled_group(node, context)
+    if isinstance(reduction, Decline):
+        return reduction
+    users = readers(reduction.reduced)
+    if not users:
+        return Decline("nothing reads the reduced value")
+    adds = [(step, user) for step, user in users if is_call(user, aten.add.Tensor)]
+    if not adds:
+        names = ", ".join(dict.fromkeys(describe(user) for _, user in users))
+        return Decline(f"no residual add follows; the reduced value feeds {names}")
+    step, add = adds[0]
+    if len(users) > 1:
+        other = next(user for _, user in users if user is not add) if len({u for _, u in users}) > 1 else add
+        return Decline(f"the reduced value has another user: {describe(other)}", residual=True)
+    if step.casts:
+        return Decline("the reduced value changes its dtype before the add", residual=True)
+    residual = add.args[1] if add.args[0] is step.node else add.args[0]
+    if not isinstance(residual, Node):
+        return Decline("a constant is added, not a residual")
+    if residual is step.node:
+        return Decline("the reduced value is added to itself", residual=True)
+    if add.kwargs.get("alpha", 1) != 1:
+        return Decline("the add scales one of its operands", residual=True)
+    norm = require_norm(add, "the sum")
+    if isinstance(norm, Decline):
+        return Decline(norm.reason, residual=True)
+    parts = _Parts(reduction, step.views, add, residual, norm)
+    return Site(node, OP, norm.output, reduction.dtype, reduction.hidden_size, parts)
+
+
+def applies(site: Site, context: Context) -> Decline | None:
+    parts: _Parts = site.parts
+    reduced, residual, total = value(parts.add.all_input_nodes[0]), value(parts.residual), value(parts.add)
+    shaped = value(parts.views[-1] if parts.views else parts.reduction.reduced)
+    if reduced is None or residual is None or total is None or shaped is None:
+        return Decline("the shape of the residual is not known", residual=True)
+    if residual.dtype != site.dtype or total.dtype != site.dtype:
+        return Decline(f"the residual is {residual.dtype}, the reduced value {site.dtype}", residual=True)
+    if not same_shape(residual, shaped):
+        return Decline("the residual is broadcast to the shape of the reduced value", residual=True)
+    if total.shape[-1] != site.hidden_size:
+        return Decline("views between the reduction and the add change the last dimension", residual=True)
+    return norm_fits(parts.norm, parts.reduction) or gate_allows(parts.reduction, context)
+
+
+def emit_fused(graph: Graph, site: Site, context: Context) -> None:
+    parts: _Parts = site.parts
+    reduction, norm, add = parts.reduction, parts.norm, parts.add
+    example = value(add)
+    assert example is not None and context.groups.name is not None
+    with graph.inserting_before(add):
+        partial = replay(parts.views, reduction.partial)
+        args = (partial, parts.residual, norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight)
+        normed, residual = emit(
+            graph, torch.ops.graphfuse.all_reduce_add_rms_norm.default, (*args, context.groups.name), example, add
+        )
+        output = replay(norm.views, normed)
+    norm.output.replace_all_uses_with(output)
+    add.replace_all_uses_with(residual)
+    graph.erase_node(add)
+    erase_reduction(graph, reduction)
+
+
+FUSE_ADD_RMS_NORM = Rule(
+    name=OP,
+    anchor=all_reduce,
+    match=match_add_rms_norm,
+    applies=applies,
+    rewrite=emit_fused,
+    reduces=frozenset({torch.ops.graphfuse.all_reduce_add_rms_norm.default}),
+)

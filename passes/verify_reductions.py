@@ -1,0 +1,61 @@
+"""Prove that rewriting kept every reduction: each partial sum is still summed over its group exactly once.
+
+Before the passes the partial sums are the arguments of the all_reduces. Afterwards each must be the argument of exactly
+one all_reduce over the same ranks with the same op, or of one fused op over the compiled group. A rule that forgets a
+reduction, doubles one or moves it to another group cannot pass. (It trusts the traced graph itself, not the rewriting.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from torch.fx import Graph, Node
+
+from graphfuse.errors import ReductionProofError
+from graphfuse.passes.graph_reading import CASTS, VIEWS, is_call, module_path
+from graphfuse.passes.groups import Groups, group_ranks
+from graphfuse.passes.reductions import reductions
+from graphfuse.passes.rule import Rule
+
+Ledger = Counter[tuple[str, str, tuple[int, ...]]]
+
+
+def ledger(graph: Graph, groups: Groups, reducing_ops: Collection[object] = ()) -> Ledger:
+    """Every reduction of a graph as (name of its partial sum, reduce op, ranks), counted."""
+    entries: Ledger = Counter()
+    for node in reductions(graph):
+        name = str(node.args[2])
+        ranks = group_ranks(name) or (groups.ranks if name == groups.name else ())
+        entries[_source(node.args[0]), str(node.args[1]), tuple(sorted(ranks))] += 1
+    for node in graph.nodes:
+        if is_call(node, *reducing_ops):
+            entries[_source(node.args[0]), "sum", tuple(sorted(groups.ranks))] += 1
+    return entries
+
+
+def verify_reductions(graph: Graph, before: Ledger, groups: Groups, rules: Collection[Rule]) -> None:
+    """Raise `ReductionProofError` unless the graph reduces what `before` lists, each exactly once."""
+    after = ledger(graph, groups, frozenset().union(*(rule.reduces for rule in rules)))
+    if after == before:
+        return
+    paths = {node.name: module_path(node) for node in graph.nodes}
+    faults = [f"{_name(entry, paths)} is no longer reduced" for entry in (before - after)]
+    faults += [f"{_name(entry, paths)} is reduced once more than before" for entry in (after - before)]
+    raise ReductionProofError(
+        f"Rewriting changed the reductions of the graph: {'; '.join(faults)}. "
+        "Switch off the last rule you added (FuseConfig.disabled_rules) or find it with GRAPHFUSE_FUEL=n."
+    )
+
+
+def _name(entry: tuple[str, str, tuple[int, ...]], paths: dict[str, str]) -> str:
+    partial, op, ranks = entry
+    path = paths.get(partial)
+    return f"the partial {op} {partial!r}{f' of {path}' if path else ''} over ranks {list(ranks)}"
+
+
+def _source(node: object) -> str:
+    """The name of the value behind views and casts, which a rewrite may replay elsewhere."""
+    while isinstance(node, Node) and (is_call(node, *VIEWS) or is_call(node, *CASTS)):
+        node = node.args[0]
+    return node.name if isinstance(node, Node) else repr(node)
