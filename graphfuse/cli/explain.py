@@ -20,12 +20,11 @@ def explain(
 ) -> None:
     """Show what would become of each reduction of a model on a host, without running it."""
     with plain_errors():
-        from rich.console import Console
-
+        from graphfuse.cli.show import show_report
         from graphfuse.explain import explain_checkpoint
 
         report = explain_checkpoint(model, tp, device_facts)
         if as_json:
             print(report.dumps())
         else:
-            Console().print(report)
+            show_report(report, to_stdout=True)

@@ -86,6 +86,7 @@ def generate(
 
         import torch
 
+        from graphfuse.cli.show import show_report
         from graphfuse.generation import LLM
 
         with launch.joined(num_ranks, device_type) as (rank_device, group):
@@ -106,9 +107,7 @@ def generate(
             if launch.rank() == 0:
                 print(llm.stats.to_text(), file=sys.stderr)
                 if report:
-                    from rich.console import Console
-
-                    Console(stderr=True).print(llm.report)
+                    show_report(llm.report)
             llm.close()
         raise SystemExit(exit_code)
 

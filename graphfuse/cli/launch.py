@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,6 +84,7 @@ def run_ranks(num_ranks: int, arguments: list[str]) -> int:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",

@@ -45,6 +45,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors this small are slower on several threads, by far when the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """The folder. Logits are spread enough for every sampled or greedy choice to be a clear one."""

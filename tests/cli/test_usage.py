@@ -1,0 +1,54 @@
+"""What is wrong on the command line is said in one line, at once, before any rank starts."""
+
+import sys
+
+import pytest
+
+from tests.cli.conftest import COMMAND
+
+
+def test_help_lists_the_commands_without_loading_torch(graphfuse):
+    import subprocess
+
+    code = (
+        "import sys; from graphfuse.cli import main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    result = graphfuse("--help")
+    assert result.returncode == 0
+    assert all(name in result.stdout for name in ("generate", "explain", "doctor"))
+    assert COMMAND[0] == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Give either --prompt or --input"),
+        (["--prompt", "a", "--input", "f"], "Give either --prompt or --input"),
+        (["--input", "f"], "--input and --output go together"),
+        (["--prompt", "a", "--dtype", "int8"], "--dtype int8 is not known"),
+        (["--prompt", "a", "--tp", "0"], "--tp 0 is not a number of ranks"),
+        (["--prompt", "a", "--device", "tpu"], "--device tpu is not known"),
+        (["--prompt", "a", "--device", "cpu", "--temperature", "-1"], "temperature=-1.0 is not a finite number"),
+        (["--prompt", "a", "--device", "cpu", "--executor", "fast"], "executor='fast' is not known"),
+        (["--prompt", "", "--device", "cpu"], "--prompt is empty"),
+    ],
+)
+def test_a_bad_argument_is_one_clear_line(graphfuse, arguments, message):
+    result = graphfuse("generate", "--model", "nowhere", *arguments)
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert result.stderr.startswith("graphfuse: ") and result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_an_unknown_option_is_a_usage_error(graphfuse):
+    result = graphfuse("generate", "--model", "nowhere", "--colour", "red")
+    assert result.returncode == 2
+    assert "--colour" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_torchrun_and_tp_must_agree(graphfuse):
+    result = graphfuse("generate", "--model", "m", "--prompt", "a", "--tp", "2", RANK="0", WORLD_SIZE="4")
+    assert result.returncode == 1
+    assert "torchrun started 4 ranks but --tp is 2" in result.stderr
