@@ -1,7 +1,10 @@
 """Small messages between the ranks of a tensor-parallel group, outside its own communicator.
 
-The channel is a gloo subgroup of exactly the group's ranks, made once per group with local synchronisation, so that a
-group that is only a part of the world cannot hang the rest, and CPU messages never mix with the model's reductions.
+They go through the store that the group was made from, so any backend will do, no rank outside the group takes part,
+and nothing mixes with the model's reductions. (A gloo subgroup by `new_group(use_local_synchronization=True)` would not
+do: its name holds the number of groups each process is in, so ranks that are in different numbers of groups wait for
+each other under different names, for ever.)
+
 Every exchange carries a status, which makes failing together possible: a rank that fails posts its failure into
 whatever exchange its peers are waiting in, and they raise `PeerFailed` at that moment instead of timing out.
 """
@@ -14,10 +17,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from graphfuse.errors import GroupError
 
@@ -32,24 +34,26 @@ class PeerFailed(Exception):
 
 
 class ControlChannel:
-    """Exchanges Python values between the ranks of one group."""
+    """Exchanges Python values between the ranks of one group, in lock-step: each rank makes the same calls."""
 
-    def __init__(self, gloo_group: ProcessGroup) -> None:
-        self._group = gloo_group
-        self.rank: int = dist.get_rank(gloo_group)
-        self.size: int = dist.get_world_size(gloo_group)
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        # A store outlives groups, and names come back: count the channels made under this one.
+        generation = store.add(f"channels/{rank}", 1)
+        self._store = PrefixStore(f"{generation}/", store)
+        self._step = 0
 
     def exchange(self, value: Any, timeout: timedelta = ARRIVAL_TIMEOUT) -> list[Any]:
         """Every rank's value, in rank order. Collective.
 
         Raises:
             PeerFailed: a rank called `fail` instead.
-            GroupError: a rank did not answer in time, or is gone.
+            GroupError: a rank did not answer in time, or the store is gone.
         """
         messages = self._all_gather((None, value), timeout)
-        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(messages) if failure is not None]
-        if failures:
-            raise PeerFailed("; ".join(failures))
+        if any(failure is not None for failure, _ in messages):
+            raise PeerFailed(_describe(messages))
         return [value for _, value in messages]
 
     def fail(self, reason: str, timeout: timedelta = STEP_TIMEOUT) -> str:
@@ -57,35 +61,27 @@ class ControlChannel:
 
         Returns what they all see: the failures of every rank that posted one, in rank order.
         """
-        messages = self._all_gather((reason, None), timeout)
-        return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(messages) if failure is not None)
+        return _describe(self._all_gather((reason, None), timeout))
 
-    def _all_gather(self, message: Any, timeout: timedelta) -> list[Any]:
-        # Compilers call this with fake-tensor modes on; these are real bytes.
-        with _disable_current_modes(), torch.no_grad():
-            data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-            sizes = self._gather_tensor(torch.tensor([data.numel()], dtype=torch.int64, device="cpu"), timeout)
-            longest = max(int(size.item()) for size in sizes)
-            padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-            padded[: data.numel()] = data
-            parts = self._gather_tensor(padded, timeout)
-            return [
-                pickle.loads(part[: int(size.item())].numpy().tobytes())
-                for part, size in zip(parts, sizes, strict=True)
-            ]
-
-    def _gather_tensor(self, tensor: torch.Tensor, timeout: timedelta) -> list[torch.Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+    def _all_gather(self, message: tuple[str | None, Any], timeout: timedelta) -> list[tuple[str | None, Any]]:
+        self._step += 1
+        keys = [f"{self._step}/{rank}" for rank in range(self.size)]
         try:
-            work = dist.all_gather(parts, tensor, group=self._group, async_op=True)
-            assert work is not None
-            work.wait(timeout)
+            self._store.set(keys[self.rank], pickle.dumps(message))  # type: ignore[arg-type]  # the stub knows str only
+            self._store.wait(keys, timeout)
+            messages = [pickle.loads(self._store.get(key)) for key in keys]
+            # Everyone is in this step, so everyone has read the one before.
+            self._store.delete_key(f"{self._step - 1}/{self.rank}")
         except RuntimeError as error:
             raise GroupError(
                 f"A rank of the tensor-parallel group did not answer within {timeout.total_seconds():.0f} s ({error}). "
                 f"Look for the first error of the other ranks, and make sure that all of them make the same calls."
             ) from error
-        return parts
+        return messages
+
+
+def _describe(messages: list[tuple[str | None, Any]]) -> str:
+    return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(messages) if failure is not None)
 
 
 class _Channels:
@@ -99,14 +95,8 @@ class _Channels:
         known = self._channels.get(group.group_name)
         if known is not None and known[0]() is group:
             return known[1]
-        gloo_group = dist.new_group(
-            dist.get_process_group_ranks(group),
-            backend="gloo",
-            timeout=ARRIVAL_TIMEOUT,
-            use_local_synchronization=True,
-            group_desc="graphfuse control",
-        )
-        channel = ControlChannel(gloo_group)
+        store = PrefixStore("graphfuse/", _get_process_group_store(group))
+        channel = ControlChannel(store, dist.get_rank(group), dist.get_world_size(group))
         self._channels[group.group_name] = (weakref.ref(group), channel)
         return channel
 
@@ -115,16 +105,15 @@ _channels = _Channels()
 
 
 def control_channel(group: ProcessGroup) -> ControlChannel:
-    """The control channel of a group. The first call is collective over the group's ranks, later ones return the same.
+    """The control channel of a group, made at the first call. Local: it waits for nobody.
 
     Raises:
-        GroupError: torch.distributed is not initialised, or cannot make the subgroup.
+        GroupError: torch.distributed is not initialised, or the group has no store.
     """
     try:
-        with _disable_current_modes():
-            return _channels.get(group)
-    except (RuntimeError, ValueError) as error:
+        return _channels.get(group)
+    except (RuntimeError, ValueError, KeyError) as error:
         raise GroupError(
             f"No control channel could be made between the ranks of the tensor-parallel group: {error}. "
-            f"Check that torch.distributed is initialised with a store that all of its ranks reach."
+            f"Check that torch.distributed is initialised and that the group was made by it."
         ) from error

@@ -1,0 +1,211 @@
+"""Facts: what one rank sees, how the ranks' views combine, and that every rank ends with the same object."""
+
+import dataclasses
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from graphfuse.facts import Facts, RankFacts, combine, gather_facts
+from graphfuse.probe import Links, multicast_forbidden_by, nvml_links, probe
+
+RANK = RankFacts(
+    device_type="cuda",
+    host="host/1",
+    gpu="NVIDIA H200",
+    gpu_id="GPU-0",
+    compute_capability=(9, 0),
+    nvlink_peers=("GPU-1", "GPU-2"),
+    access_peers=("GPU-1", "GPU-2"),
+    torch="2.11.0",
+    triton="3.6.0",
+    nccl="2.28.3",
+    flashinfer="0.7.2",
+    multicast_forbidden_by=None,
+    deterministic=False,
+)
+PEER = dataclasses.replace(RANK, gpu_id="GPU-1", nvlink_peers=("GPU-0",), access_peers=("GPU-0",))
+
+
+def test_equal_ranks_combine_to_their_common_facts():
+    facts = combine([RANK, PEER])
+    assert facts == Facts(
+        device_type="cuda",
+        world_size=2,
+        gpu="NVIDIA H200",
+        compute_capability=(9, 0),
+        one_host=True,
+        nvlink_mesh=True,
+        peer_access=True,
+        torch="2.11.0",
+        triton="3.6.0",
+        nccl="2.28.3",
+        flashinfer="0.7.2",
+    )
+
+
+DISAGREEMENTS = {
+    "flashinfer version": (
+        {"flashinfer": None},
+        {"flashinfer": None},
+        "different FlashInfer versions: 0.7.2 on rank 0, none on rank 1",
+    ),
+    "gpu": ({"gpu": "NVIDIA H100"}, {"gpu": None}, "different GPUs: NVIDIA H200 on rank 0, NVIDIA H100 on rank 1"),
+    "capability": ({"compute_capability": (8, 0)}, {"compute_capability": (8, 0)}, "different compute capabilities"),
+    "device": ({"device_type": "cpu"}, {"device_type": "cpu"}, "different devices: cuda on rank 0, cpu on rank 1"),
+    "deterministic": ({"deterministic": True}, {"deterministic": True}, "on for some ranks only"),
+    "a note": ({"notes": ("Links are unknown.",)}, {}, "rank 1: Links are unknown."),
+    "one GPU for both": ({"gpu_id": "GPU-0"}, {"nvlink_mesh": False}, "Several ranks share one GPU"),
+}
+
+
+@pytest.mark.parametrize("case", DISAGREEMENTS)
+def test_what_ranks_disagree_on_takes_its_most_careful_value_and_a_note(case):
+    change, expected, note = DISAGREEMENTS[case]
+    facts = combine([RANK, dataclasses.replace(PEER, **change)])
+    assert any(note in sentence for sentence in facts.notes), facts.notes
+    for name, value in expected.items():
+        assert getattr(facts, name) == value
+
+
+def test_one_missing_link_breaks_the_mesh_and_one_blind_rank_makes_it_unknown():
+    third = dataclasses.replace(RANK, gpu_id="GPU-2", nvlink_peers=("GPU-0",), access_peers=("GPU-0", "GPU-1"))
+    second = dataclasses.replace(PEER, nvlink_peers=("GPU-0",), access_peers=("GPU-0", "GPU-2"))
+    assert combine([RANK, second, third]).nvlink_mesh is False  # 1 and 2 have no link
+    assert combine([RANK, second, third]).peer_access is True
+    blind = dataclasses.replace(third, nvlink_peers=None)
+    assert combine([RANK, second, blind]).nvlink_mesh is None
+
+
+def test_several_hosts_and_a_multicast_ban_on_one_rank_hold_for_all():
+    facts = combine([RANK, dataclasses.replace(PEER, host="host/2", multicast_forbidden_by="NCCL_NVLS_ENABLE=0")])
+    assert not facts.one_host
+    assert facts.multicast_forbidden_by == "NCCL_NVLS_ENABLE=0"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"NCCL_NVLS_ENABLE": "1", "NVSHMEM_DISABLE_NVLS": "0"}, None),
+        ({"NCCL_NVLS_ENABLE": "0"}, "NCCL_NVLS_ENABLE=0"),
+        ({"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}, "TORCH_SYMM_MEM_DISABLE_MULTICAST=1"),
+        ({"NVSHMEM_DISABLE_NVLS": "1"}, "NVSHMEM_DISABLE_NVLS=1"),
+    ],
+)
+def test_each_variable_that_forbids_multicast_is_known(environment, expected):
+    assert multicast_forbidden_by(environment) == expected
+
+
+class FakeNvml(SimpleNamespace):
+    """NVML on a host of some GPUs: `mesh` pairs have NVLink, `switch` GPUs have all links to an NVSwitch."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_CAPS_INDEX_WRITE, NVML_P2P_CAPS_INDEX_NVLINK = 0, 1, 2
+    NVML_P2P_STATUS_OK, NVML_NVLINK_DEVICE_TYPE_SWITCH, NVML_NVLINK_MAX_LINKS = 0, 2, 36
+
+    def __init__(self, count=3, mesh=(), switch=(), answers_p2p=True, starts=True):
+        super().__init__(count=count, mesh=mesh, switch=switch, answers_p2p=answers_p2p, starts=starts, running=0)
+
+    def nvmlInit(self):
+        if not self.starts:
+            raise self.NVMLError("Driver Not Loaded")
+        self.running += 1
+
+    def nvmlShutdown(self):
+        self.running -= 1
+
+    def nvmlDeviceGetCount(self):
+        return self.count
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetUUID(self, handle):
+        return f"GPU-{handle}".encode()
+
+    def nvmlDeviceGetP2PStatus(self, a, b, capability):
+        if capability != self.NVML_P2P_CAPS_INDEX_NVLINK:
+            return 0
+        if not self.answers_p2p:
+            raise self.NVMLError("Not Supported")
+        return 0 if {a, b} in [set(pair) for pair in self.mesh] else 3
+
+    def nvmlDeviceGetNvLinkState(self, handle, link):
+        if link >= 18:
+            raise self.NVMLError("Invalid Argument")
+        return int(handle in self.switch)
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle, link):
+        return self.NVML_NVLINK_DEVICE_TYPE_SWITCH
+
+
+def test_nvml_tells_the_gpus_in_reach_by_uuid():
+    nvml = FakeNvml(mesh=[(0, 1)])
+    links = nvml_links("GPU-0", nvml)
+    assert links.nvlink_peers == ("GPU-1",)
+    assert links.access_peers == ("GPU-1", "GPU-2")
+    assert nvml.running == 0
+
+
+def test_gpus_on_an_nvswitch_reach_each_other_where_the_driver_does_not_answer_directly():
+    links = nvml_links("GPU-0", FakeNvml(switch=(0, 2), answers_p2p=False))
+    assert links.nvlink_peers == ("GPU-2",)
+    assert links.num_nvlinks == 18
+
+
+BLIND = {
+    "no nvidia-ml-py": ("GPU-0", None, "nvidia-ml-py is not installed"),
+    "no uuid": (None, FakeNvml(), "torch does not tell the GPU's uuid"),
+    "no driver": ("GPU-0", FakeNvml(starts=False), "NVML does not start: Driver Not Loaded"),
+    "a MIG slice": ("MIG-7", FakeNvml(), "does not list MIG-7"),
+    "no answer": ("GPU-0", FakeNvml(answers_p2p=False), "NVML does not tell them: Not Supported"),
+}
+
+
+@pytest.mark.parametrize("case", BLIND)
+def test_unknown_links_carry_their_reason(case):
+    gpu_id, nvml, reason = BLIND[case]
+    links = nvml_links(gpu_id, nvml)
+    assert links == Links(notes=links.notes)
+    assert reason in links.notes[0]
+    assert nvml is None or nvml.running == 0
+
+
+def test_a_cpu_rank_probes_without_a_gpu():
+    facts = probe(torch.device("cpu"))
+    assert facts.device_type == "cpu"
+    assert facts.torch == torch.__version__
+    assert facts.gpu is facts.nvlink_peers is None
+
+
+def test_one_rank_has_facts_without_a_group():
+    facts = gather_facts(None, "cpu")
+    assert facts.world_size == 1
+    assert facts.one_host
+
+
+def facts_with_one_rank_apart(group):
+    if dist.get_rank(group) == 0:
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+    try:
+        return gather_facts(group, "cpu"), gather_facts(group, "cpu")
+    finally:
+        os.environ.pop("NCCL_NVLS_ENABLE", None)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_rank_gathers_equal_facts_and_a_subgroup_does_not_wait_for_the_world(ranks, tp):
+    answers = ranks.run(tp, facts_with_one_rank_apart)  # at 2, the other two ranks of the world take no part
+    first = answers[0][0]
+    assert first.world_size == tp
+    assert first.multicast_forbidden_by == "NCCL_NVLS_ENABLE=0"
+    assert all(facts == first for answer in answers for facts in answer)
+
+
+def test_a_group_of_one_exchanges_nothing(ranks):
+    assert ranks.run(1, facts_with_one_rank_apart)[0][0].world_size == 1
