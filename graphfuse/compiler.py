@@ -20,7 +20,7 @@ from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, GradientsEnabledError, GraphBreakError, GraphfuseError, GroupError
 from graphfuse.regions import RegionsUnsupported, marked_regions, repeated_layer_classes
 from graphfuse.report import Report
-from graphfuse.tokens import Marking, mark_token_dims, unmark
+from graphfuse.tokens import Marking, TokenDims
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ class CompiledModel(nn.Module):
         self._settings = (group, config, facts, capture)
         self._session = self._new_session()
         self._marking = Marking.UNBACKED
+        self._token_dims = TokenDims()
         self._compiled: Callable | None = None
         self._closed = False
         self.__signature__ = inspect.signature(model.forward)
@@ -123,7 +124,7 @@ class CompiledModel(nn.Module):
         with torch.no_grad():
             if self._compiled is None:
                 return self._first_call(args, kwargs)
-            mark_token_dims([*args, *kwargs.values()], self._marking)
+            self._token_dims.mark(_named(args, kwargs), self._marking)
             return self._run(self._compiled, args, kwargs)
 
     def close(self) -> None:
@@ -148,7 +149,7 @@ class CompiledModel(nn.Module):
     def _first_call(self, args: tuple, kwargs: dict) -> Any:
         """Trace in the cheapest way that the model allows: layers as regions and sizes unbacked; flat; with dynamic
         sizes. Each step down is noted in the report with its reason."""
-        arguments = [*args, *kwargs.values()]
+        arguments = _named(args, kwargs)
         attempts = [(True, Marking.UNBACKED), (False, Marking.UNBACKED), (False, Marking.DYNAMIC)]
         if not repeated_layer_classes(self._orig_mod):
             attempts = attempts[1:]
@@ -157,8 +158,8 @@ class CompiledModel(nn.Module):
             if number:
                 self._session.close()
                 self._session = self._new_session()
-            unmark(arguments)
-            mark_token_dims(arguments, marking)
+            self._token_dims.unmark(arguments)
+            self._token_dims.mark(arguments, marking)
             compiled = torch.compile(_own_code(self._orig_mod), backend=self._session, fullgraph=True)
             try:
                 if as_regions:
@@ -211,6 +212,10 @@ class CompiledModel(nn.Module):
                 "Gradients are on, and a compiled model is for inference. "
                 "Call it under torch.no_grad(), or call model.requires_grad_(False) first."
             )
+
+
+def _named(args: tuple, kwargs: dict) -> dict[str, object]:
+    return {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
 
 
 class _Retry(Exception):

@@ -12,10 +12,11 @@ graph. A model that cannot be traced so gets `DYNAMIC`: up to four graphs, since
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 _MARKS = ("_dynamo_unbacked_indices", "_dynamo_shape_ids", "_specialize_on", "_dynamo_hint_overrides")
 
@@ -32,25 +33,31 @@ def token_dims(tensor: Tensor) -> range:
     return range(tensor.dim() - 1) if tensor.dim() in (2, 3) else range(0)
 
 
-def mark_token_dims(arguments: Iterable[object], marking: Marking) -> None:
-    """Mark the tensors among a call's arguments. Marks live on the tensor objects and change nothing else."""
-    for tensor in _tensors(arguments):
-        for dim in token_dims(tensor):
-            if marking is Marking.UNBACKED:
-                if dim not in getattr(tensor, "_dynamo_unbacked_indices", ()):
-                    shape_id = f"dim{dim}_{tensor.shape[dim]}"
-                    torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=shape_id)
-            else:
-                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+class TokenDims:
+    """Marks the arguments of one model's calls, each argument the same way in every call."""
 
+    def __init__(self) -> None:
+        self._quantities: dict[tuple[str, int], str] = {}
 
-def unmark(arguments: Iterable[object]) -> None:
-    """Take `UNBACKED` marks off again, before another attempt."""
-    for tensor in _tensors(arguments):
-        for name in _MARKS:
-            if hasattr(tensor, name):
-                delattr(tensor, name)
+    def mark(self, arguments: Mapping[str, object], marking: Marking) -> None:
+        """Mark a call's arguments, by name. Marks live on the tensor objects and change nothing else."""
+        tensors = [(name, a) for name, a in arguments.items() if isinstance(a, Tensor) and not isinstance(a, Parameter)]
+        leaders: dict[int, int] = {}
+        for name, tensor in tensors:
+            for dim in token_dims(tensor):
+                size = tensor.shape[dim]
+                leader = leaders.setdefault(dim, size)
+                quantity = f"dim{dim}" if size == leader else f"dim{dim} of {name}"
+                quantity = self._quantities.setdefault((name, dim), quantity)
+                if marking is Marking.DYNAMIC:
+                    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+                elif getattr(tensor, "_dynamo_shape_ids", {}).get(dim) != quantity:
+                    torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=quantity)
 
-
-def _tensors(arguments: Iterable[object]) -> Iterator[Tensor]:
-    return (a for a in arguments if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter))
+    @staticmethod
+    def unmark(arguments: Mapping[str, object]) -> None:
+        """Take unbacked marks off again, before another attempt."""
+        for tensor in arguments.values():
+            for name in _MARKS:
+                if hasattr(tensor, name):
+                    delattr(tensor, name)

@@ -12,6 +12,9 @@ from graphfuse.passes.reductions import Reduction
 from graphfuse.passes.rms_norm import NearMiss, RMSNorm, find_rms_norm
 from graphfuse.passes.rule import Decline
 
+_PLACE = ("nn_module_stack", "stack_trace", "graphfuse_path")
+"""What a new node takes over from the one it replaces: where it stands, and nothing about its arguments."""
+
 
 def require_norm(start: Node, what: str) -> RMSNorm | Decline:
     """The RMSNorm that reads `start`, or why there is none. `what` names the value in the reason: "the sum"."""
@@ -44,14 +47,14 @@ def norm_fits(norm: RMSNorm, reduction: Reduction) -> Decline | None:
 
 def emit(graph: Graph, op: object, args: tuple, example: torch.Tensor, origin: Node) -> tuple[Node, Node]:
     """Insert a fused op with two results shaped like `example`; returns the nodes of the results."""
-    call = graph.call_function(op, args)  # type: ignore[arg-type]
-    call.meta = dict(origin.meta)
-    results = []
+    place = {key: origin.meta[key] for key in _PLACE if key in origin.meta}
     fakes = (torch.empty_like(example), torch.empty_like(example))
-    call.meta["val"] = fakes
+    call = graph.call_function(op, args)  # type: ignore[arg-type]
+    call.meta = {**place, "val": fakes}
+    results = []
     for index, fake in enumerate(fakes):
         item = graph.call_function(operator.getitem, (call, index))
-        item.meta = {**origin.meta, "val": fake}
+        item.meta = {**place, "val": fake}
         results.append(item)
     return results[0], results[1]
 
