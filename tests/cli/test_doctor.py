@@ -1,0 +1,85 @@
+"""`graphfuse doctor`: its data, and what a terminal shows of it."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from graphfuse.cli import doctor
+from graphfuse.facts import RankFacts
+
+
+def shown(data):
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(doctor.render(data))
+    return console.export_text()
+
+
+def test_on_the_cpu_it_says_that_there_is_no_gpu_and_who_serves():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    data = doctor.collect()
+    json.dumps(data)
+    text = shown(data)
+    assert torch.__version__ in text
+    assert "No GPU" in text
+    assert "nothing to reduce" in text
+
+
+@pytest.fixture
+def two_h200(monkeypatch):
+    """A host of two H200s; returns what to change about its ranks."""
+    changes: dict = {}
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30, uuid="0")
+
+    def probe(device):
+        rank = RankFacts(
+            device_type="cuda",
+            host="host",
+            gpu="NVIDIA H200",
+            gpu_id=f"GPU-{device.index}",
+            compute_capability=(9, 0),
+            nvlink_peers=(f"GPU-{1 - device.index}",),
+            access_peers=(f"GPU-{1 - device.index}",),
+            torch="2.11.0",
+            triton="3.6.0",
+            nccl="2.28.3",
+            flashinfer="0.7.2",
+            multicast_forbidden_by=None,
+            deterministic=False,
+        )
+        return dataclasses.replace(rank, **changes)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(doctor, "probe", probe)
+    return changes
+
+
+def test_on_two_h200_it_shows_links_and_the_sizes_flashinfer_serves(two_h200):
+    data = doctor.collect()
+    json.dumps(data)
+    text = shown(data)
+    assert data["gpus"][0]["nvlink_to"] == [1]
+    assert "NVIDIA H200" in text
+    assert "by flashinfer up to 1024 tokens of hidden size 4096" in text
+
+
+def test_without_flashinfer_it_says_how_to_get_it(two_h200):
+    two_h200.update(flashinfer=None)
+    text = shown(doctor.collect())
+    assert "left as plain operations" in text
+    assert 'pip install "graphfuse[cuda]"' in text
+
+
+def test_unknown_links_show_as_unknown(two_h200):
+    two_h200.update(nvlink_peers=None, notes=("GPU links are unknown because NVML does not start.",))
+    data = doctor.collect()
+    assert data["gpus"][0]["nvlink_to"] is None
+    text = shown(data)
+    assert "unknown" in text
+    assert "NVML does not start" in text
