@@ -1,6 +1,6 @@
 """`graphfuse doctor`: what this machine has, what the gate makes of it, and what is missing.
 
-    collect() -> plain data, also for --json          render(data) -> what the terminal shows
+    collect() -> plain data, also for --json          layout(data) -> tables and sentences          render(data) prints
 
 It looks at one process only, without a process group: the gate's answer is for a group over all GPUs of this host.
 """
@@ -11,7 +11,7 @@ import platform
 from typing import Any
 
 import torch
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -25,7 +25,7 @@ HIDDEN_SIZE = 4096
 
 
 def collect() -> dict[str, Any]:
-    """Everything that `render` shows, as data that JSON can hold: versions, gpus, gate and missing."""
+    """Everything that `layout` shows, as data that JSON can hold: versions, gpus, gate and missing."""
     ranks = _ranks()
     facts = combine(ranks)
     return {
@@ -38,7 +38,12 @@ def collect() -> dict[str, Any]:
     }
 
 
-def render(data: dict[str, Any]) -> RenderableType:
+def render(data: dict[str, Any]) -> None:
+    """Print what `collect` found to the terminal."""
+    Console(highlight=False).print(layout(data))
+
+
+def layout(data: dict[str, Any]) -> RenderableType:
     """The tables and sentences of `graphfuse doctor`, for a rich console."""
     versions = Table("package", "version", title=f"Python {data['python']}, {data['platform']}", title_justify="left")
     for name, version in data["versions"].items():

@@ -14,8 +14,13 @@ from graphfuse.facts import RankFacts
 
 def shown(data):
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(doctor.render(data))
+    console.print(doctor.layout(data))
     return console.export_text()
+
+
+def test_render_prints_it(capsys):
+    doctor.render(doctor.collect())
+    assert torch.__version__ in capsys.readouterr().out
 
 
 def test_on_the_cpu_it_says_that_there_is_no_gpu_and_who_serves():
