@@ -1,0 +1,17 @@
+"""The tiny checkpoints, made once for the session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from tests.models import tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tiny.Checkpoint]:
+    """`tiny_checkpoint("llama")` and so on."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return cache(lambda family: tiny.save(family, folder / family))

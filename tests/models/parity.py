@@ -1,0 +1,71 @@
+"""The comparison that decides parity, as tasks for the pool of ranks.
+
+`wrap(model, group)` stands for what is done to the loaded model before it runs: `identity`, or compilation. `break_it`
+is one of `breakage.BREAKAGES` by name, or None. The yardstick is always transformers' eager model on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphfuse.weights.load import load
+from tests.models.breakage import BREAKAGES
+from tests.models.tiny import Batch, Checkpoint
+
+TOLERANCE = 1e-4
+Wrap = Callable[[nn.Module, Any], nn.Module]
+
+
+def identity(model: nn.Module, _group: Any) -> nn.Module:
+    return model
+
+
+def rank_logits(group: Any, path: Path, batch: Batch, wrap: Wrap, break_it: str | None) -> dict[str, Tensor]:
+    """Task of one rank: logits without cache, and with cache for each prompt's last token and each decoded one."""
+    model = load(path, group)
+    if break_it is not None:
+        BREAKAGES[break_it](model)
+    caches = model.new_kv_caches(max_batch=4, max_len=16)
+    lengths = torch.tensor(batch.prompt_lengths)
+    rows = torch.arange(len(lengths))
+    run = wrap(model, group)
+    with torch.no_grad():
+        plain = run(batch.input_ids)  # [B, S, V]
+        prompts = batch.input_ids[:, : int(lengths.max())].clone()
+        prompts[torch.arange(prompts.shape[1])[None] >= lengths[:, None]] = 0  # what stands in the padding is free
+        positions = torch.arange(prompts.shape[1]).repeat(len(lengths), 1)
+        steps = [run(prompts, positions, caches, lengths - 1)]  # [B, V]
+        for step in range(batch.num_decoded):
+            at = lengths + step
+            token = batch.input_ids[rows, at][:, None]
+            steps.append(run(token, at[:, None], caches, torch.zeros_like(lengths)))
+    return {"plain": plain.clone(), "cached": torch.stack(steps, 1)}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Largest differences of rank 0 from transformers' logits, and whether all ranks gave the same bits."""
+
+    plain: float
+    cached: float
+    ranks_agree: bool
+
+
+def compare(ranks: Any, checkpoint: Checkpoint, tp: int, wrap: Wrap, break_it: str | None = None) -> Comparison:
+    batch = checkpoint.batch
+    results = ranks.run(tp, rank_logits, checkpoint.path, batch, wrap, break_it, timeout=120.0)
+    agree = all(torch.equal(results[0][kind], other[kind]) for other in results[1:] for kind in other)
+    lengths = torch.tensor(batch.prompt_lengths)
+    at = lengths[:, None] - 1 + torch.arange(batch.num_decoded + 1)  # [B, steps]
+    want = checkpoint.logits[torch.arange(len(lengths))[:, None], at]
+    return Comparison(
+        plain=float((results[0]["plain"] - checkpoint.logits).abs().max()),
+        cached=float((results[0]["cached"] - want).abs().max()),
+        ranks_agree=agree,
+    )
