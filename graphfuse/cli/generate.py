@@ -60,6 +60,8 @@ def generate(
             raise ConfigError("Nothing, or too much, to generate from. Give either --prompt or --input.")
         if (input is None) != (output is None):
             raise ConfigError("--input and --output go together. Give both, or --prompt.")
+        if prompt == "":
+            raise GenerationError("--prompt is empty. Give some text to answer.")
         if dtype not in (None, *_DTYPES):
             raise ConfigError(f"--dtype {dtype} is not known. Use {', '.join(_DTYPES)}.")
         num_ranks = launch.check_ranks(tp)
@@ -114,8 +116,6 @@ def generate(
 
 def _answer(llm: LLM, prompt: str, params: SamplingParams, chat_template: bool) -> int:
     """Stream the answer to one prompt to stdout; returns the exit code."""
-    if not prompt:
-        raise GenerationError("--prompt is empty. Give some text to answer.")
     is_first = launch.rank() == 0
     token_ids = llm.encode(_as_conversation(llm, prompt, chat_template), "--prompt")
 

@@ -54,12 +54,15 @@ def check_ranks(tp: int | None) -> int:
 
 def pick_device(name: str, num_ranks: int) -> str:
     """ "cuda" or "cpu" for `name`, which may be "auto". Raises `GroupError` when there are too few GPUs."""
-    import torch
-
     if name not in ("auto", "cpu", "cuda"):
         raise GroupError(f"--device {name} is not known. Use auto, cpu or cuda.")
+    if name == "cpu":
+        return name
+
+    import torch
+
     num_gpus = torch.cuda.device_count()
-    if name == "cpu" or (name == "auto" and num_gpus == 0):
+    if name == "auto" and num_gpus == 0:
         return "cpu"
     if num_gpus < num_ranks:
         raise GroupError(

@@ -26,7 +26,7 @@ from graphfuse.generation.cache import StaticCache
 from graphfuse.generation.completion import Completion, FinishReason, GenerationStats
 from graphfuse.generation.sampler import NOT_FINITE, Sampler
 from graphfuse.generation.sampling import SamplingParams
-from graphfuse.generation.text import Decoder, TextStream
+from graphfuse.generation.text import Decode, TextStream
 
 OnText = Callable[[int, str], None]
 """Called with the index of a prompt and the text that follows what was already given for it."""
@@ -48,18 +48,18 @@ class _Row:
     """What a request has generated so far."""
 
     def __init__(
-        self, request: Request, decoder: Decoder, eos: frozenset[int], max_length: int, on_text: OnText | None
+        self, request: Request, decode: Decode, eos: frozenset[int], max_length: int, on_text: OnText | None
     ) -> None:
         params = request.params
         self.request = request
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self._decoder = decoder
+        self._decode = decode
         self._eos = frozenset() if params.ignore_eos else eos
         self._room = min(params.max_tokens, max_length - len(request.prompt_token_ids))
         self._on_text = on_text
         # Decoding token by token is for those who need the text early; the others decode once, at the end.
-        self._stream = TextStream(decoder, params.stop) if params.stop or on_text else None
+        self._stream = TextStream(decode, params.stop) if params.stop or on_text else None
 
     def accept(self, token_id: int) -> None:
         if token_id == NOT_FINITE:
@@ -84,7 +84,7 @@ class _Row:
             text = self._stream.text
         else:
             ended = self.token_ids[-1] in self._eos
-            text = self._decoder.decode(self.token_ids[: len(self.token_ids) - ended], skip_special_tokens=True)
+            text = self._decode(self.token_ids[: len(self.token_ids) - ended])
         reason = self.finish_reason or "length"
         return Completion(text, self.token_ids, reason, self.request.prompt_token_ids)
 
@@ -106,14 +106,14 @@ def generate_batch(
     cache: StaticCache,
     requests: Sequence[Request],
     *,
-    decoder: Decoder,
+    decode: Decode,
     eos: frozenset[int],
     device: torch.device,
     stats: GenerationStats,
     on_text: OnText | None = None,
 ) -> list[Completion]:
     """The completions of `requests`, in order. `cache` has room for them; `stats` is added to."""
-    rows = [_Row(request, decoder, eos, cache.max_length, on_text) for request in requests]
+    rows = [_Row(request, decode, eos, cache.max_length, on_text) for request in requests]
     sampler = Sampler([r.params for r in requests], [r.seed for r in requests], device)
 
     start = time.perf_counter()

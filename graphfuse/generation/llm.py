@@ -23,7 +23,7 @@ from graphfuse.generation.completion import Completion, GenerationStats
 from graphfuse.generation.sampling import SamplingParams
 from graphfuse.generation.tokenize import Prompt, PromptEncoder, eos_token_ids, load_tokenizer
 from graphfuse.report import Report
-from graphfuse.weights.load import load
+from graphfuse.weights.load import load, local_folder
 
 OnCompletion = Callable[[int, Completion], None]
 """Called with the index of a prompt and its completion."""
@@ -64,14 +64,16 @@ class LLM:
                 f"max_batch_size={max_batch_size}, max_length={max_length} leaves no room for a token to continue from "
                 "and one to generate. Use at least 1 and 2."
             )
-        self.tokenizer = load_tokenizer(path)
-        model = load(path, tp_group, dtype=dtype, device=device)
+        folder = local_folder(path)
+        self.tokenizer = load_tokenizer(folder)
+        # Only our own definitions take positions and static caches as arguments.
+        model: Any = load(folder, tp_group, dtype=dtype, device=device, implementation="graphfuse")
         text_config = model.config.get_text_config()
         limit = int(text_config.max_position_embeddings)
         if max_length is not None and max_length > limit:
             raise ConfigError(f"max_length={max_length} exceeds the model's {limit} positions. Use at most {limit}.")
         self.device = next(model.parameters()).device
-        self._eos = eos_token_ids(path, model.config, self.tokenizer)
+        self._eos = eos_token_ids(folder, model.config, self.tokenizer)
         self._seeds = _agreed_seeds(model.tp_group, self.device)
         self._compiled = compile_model(model, tp_group, config=config) if compile else None
         self.model = model if self._compiled is None else self._compiled
@@ -126,7 +128,7 @@ class LLM:
                 self.model,
                 self._cache,
                 batch,
-                decoder=self.tokenizer,
+                decode=self._decode,
                 eos=self._eos,
                 device=self.device,
                 stats=self.stats,
@@ -171,6 +173,9 @@ class LLM:
             Request(i, token_ids, param, self._new_seed() if seed is None else seed)
             for i, (token_ids, param, seed) in enumerate(zip(encoded, each, seeds, strict=True))
         ]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _new_seed(self) -> int:
         return int(torch.randint(2**62, (), generator=self._seeds))

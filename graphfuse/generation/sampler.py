@@ -33,10 +33,11 @@ class Sampler:
         self._all_greedy = all(p.greedy for p in params)
         if self._all_greedy:
             return
-        column = {"dtype": torch.float64, "device": device}
         self._greedy = torch.tensor([p.greedy for p in params], device=device)  # [B]
-        self._temperature = torch.tensor([p.temperature or 1.0 for p in params], **column)  # [B]
-        self._top_p = torch.tensor([p.top_p for p in params], **column)  # [B]
+        self._temperature = torch.tensor(
+            [p.temperature or 1.0 for p in params], dtype=torch.float64, device=device
+        )  # [B]
+        self._top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)  # [B]
         self._top_k = torch.tensor([p.top_k for p in params], device=device)  # [B]
         self._truncates = any(p.top_k > 0 or p.top_p < 1 for p in params)
         self._uniforms = _draw_uniforms(params, seeds).to(device)  # [B, N]

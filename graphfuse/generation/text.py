@@ -6,23 +6,20 @@ is there. And the end of the text may be the beginning of a stop string, which t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "\ufffd"
 
 
-class Decoder(Protocol):
-    """What is needed of a tokenizer here."""
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
+Decode = Callable[[list[int]], str]
+"""A tokenizer's decoding: token ids to text, special tokens left out, U+FFFD for bytes that are no character."""
 
 
 class TextStream:
     """The text of one completion. `push` and `finish` return what may be shown, `text` is all of that so far."""
 
-    def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
-        self._decoder = decoder
+    def __init__(self, decode: Decode, stop: Sequence[str] = ()) -> None:
+        self._decode = decode
         self._stop = tuple(stop)
         self._token_ids: list[int] = []
         # Decoding depends on the tokens before (a leading space is dropped at the very start): `_context` … `_read` are
@@ -51,8 +48,8 @@ class TextStream:
         return self._release(now[len(known) :], last=True)
 
     def _decode_tail(self) -> tuple[str, str]:
-        known = self._decoder.decode(self._token_ids[self._context : self._read], skip_special_tokens=True)
-        now = self._decoder.decode(self._token_ids[self._context :], skip_special_tokens=True)
+        known = self._decode(self._token_ids[self._context : self._read])
+        now = self._decode(self._token_ids[self._context :])
         return known, now
 
     def _release(self, piece: str, *, last: bool) -> str:

@@ -75,16 +75,17 @@ class PromptEncoder:
             )
         if prompt and all(isinstance(message, dict) for message in prompt):
             return self._render(prompt, name)
-        bad = next((t for t in prompt if isinstance(t, bool) or not isinstance(t, int)), None)
-        if bad is not None:
-            raise GenerationError(f"{name} holds {bad!r}. A list must hold only messages, or only token ids.")
-        outside = next((t for t in prompt if not 0 <= t < self._vocab_size), None)
-        if outside is not None:
-            raise GenerationError(
-                f"{name} holds token id {outside}, outside the vocabulary of {self._vocab_size}. "
-                "Encode it with this model's own tokenizer."
-            )
-        return list(prompt)  # type: ignore[arg-type]
+        token_ids: list[int] = []
+        for token_id in prompt:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise GenerationError(f"{name} holds {token_id!r}. A list must hold only messages, or only token ids.")
+            if not 0 <= token_id < self._vocab_size:
+                raise GenerationError(
+                    f"{name} holds token id {token_id}, outside the vocabulary of {self._vocab_size}. "
+                    "Encode it with this model's own tokenizer."
+                )
+            token_ids.append(token_id)
+        return token_ids
 
     def _render(self, messages: Sequence[Any], name: str) -> list[int]:
         for message in messages:
@@ -97,7 +98,7 @@ class PromptEncoder:
                 f"{name} is a conversation, but this tokenizer has no chat template. Give plain text."
             )
         try:
-            encoded = self._tokenizer.apply_chat_template(
+            encoded: Any = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
             )
         except Exception as error:  # a template is a program of its own; what it raises is about the messages
