@@ -1,7 +1,7 @@
 """Turns measurements of fused and unfused all-reduce + add + RMSNorm into a size table under configs/allreduce/.
 
     python benchmarks/make_allreduce_table.py --device-name "NVIDIA H200" --world-size 2 --max-tokens 1024 \
-        benchmarks/results/allreduce_norm_h200x2_*.json
+        --link "18 NVLinks a GPU, a peer copy reaches 392 GB/s" benchmarks/results/allreduce_norm_h200x2_*.json
 
 For each measured hidden size, FlashInfer one-shot serves messages up to the largest token count, at most --max-tokens,
 up to which it beat the unfused pair at *every* measured size; the reference backend serves the rest. --max-tokens
@@ -19,12 +19,14 @@ from pathlib import Path
 UNFUSED, FLASHINFER = "nccl+norm", "fi1"
 FOLDER = Path(__file__).parent.parent / "configs" / "allreduce"
 ITEMSIZE = 2
+PROTOTYPE = "one-shot with PDL; graphfuse launches it without"
 
 
-def make_table(sources: list[Path], device_name: str, world_size: int, max_tokens: int) -> dict:
+def make_table(sources: list[Path], device_name: str, world_size: int, max_tokens: int, link: str) -> dict:
     """The table as plain data. Raises ValueError when FlashInfer does not pay at the smallest size of a hidden size."""
     runs = [json.loads(source.read_text()) for source in sources]
-    rows = sorted((row for run in runs for row in run["rows"]), key=lambda row: (row["hidden"], row["tokens"]))
+    rows = [row for run in runs for row in run["rows"] if FLASHINFER in row]
+    rows.sort(key=lambda row: (row["hidden"], row["tokens"]))
     hidden_sizes = sorted({row["hidden"] for row in rows})
     classes = []
     for index, hidden in enumerate(hidden_sizes):
@@ -40,14 +42,14 @@ def make_table(sources: list[Path], device_name: str, world_size: int, max_token
         "hidden_sizes": classes,
         "provenance": {
             "host": runs[0]["host"],
-            "link": "18 NVLinks a GPU; a peer copy reaches 392 GB/s",
+            "link": link,
             "versions": runs[0]["versions"],
             "date": runs[0]["date"],
             "method": runs[0]["what"],
             "source": f"benchmarks/make_allreduce_table.py --max-tokens {max_tokens} "
             + " ".join(f"benchmarks/results/{source.name}" for source in sources),
             "note": "Measured in bfloat16, float16 moves the same bytes. unfused_us: NCCL all-reduce, then the add and "
-            "norm compiled by Inductor. flashinfer_us: one-shot with PDL; graphfuse launches it without.",
+            f"norm compiled by Inductor. flashinfer_us: {runs[0]['columns'].get(FLASHINFER, PROTOTYPE)}.",
             "measured": [
                 {
                     "hidden": row["hidden"],
@@ -88,8 +90,9 @@ def main() -> None:
     parser.add_argument("--device-name", required=True, help="torch.cuda.get_device_name()")
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--max-tokens", type=int, default=1024)
+    parser.add_argument("--link", required=True, help="what connects the GPUs, for the provenance")
     args = parser.parse_args()
-    table = make_table(sorted(args.sources), args.device_name, args.world_size, args.max_tokens)
+    table = make_table(sorted(args.sources), args.device_name, args.world_size, args.max_tokens, args.link)
     file = FOLDER / f"device_name={args.device_name.replace(' ', '_')},tp={args.world_size}.json"
     file.write_text(to_text(table), encoding="utf-8")
     print(file)
