@@ -81,11 +81,11 @@ class Session:
         sealed = regions.seal(module)
         try:
             regions.trace_bodies(sealed, _capture_body)
-            if sealed.num_regions:
-                log.info("%d distinct regions", sealed.num_regions)
+            if sealed.regions:
+                log.info("%d distinct regions", len(sealed.regions))
 
             def lower(top: GraphModule, top_inputs: Sequence[Any]) -> Callable:
-                flat = regions.inline(top) if sealed.num_regions else top
+                flat = regions.inline(top) if sealed.keys else top
                 self._spent("trace", time.perf_counter() - started)
                 return self._lower(flat, top_inputs)
 

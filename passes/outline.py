@@ -34,9 +34,8 @@ def outline(module: GraphModule) -> dict[str, int]:
     run = _longest_run([_look(node, calls) for node in nodes])
     if run is None:
         return {}
-    chunks = [nodes[run.start + k * run.period : run.start + (k + 1) * run.period] for k in range(run.count)]
-    chunks = _alike(chunks)
-    if len(chunks) < 2:
+    chunks = _chunks(nodes, run)
+    if not chunks:
         return {}
     name = "graphfuse_region_0"
     _outline_chunks(module, chunks, name)
@@ -151,6 +150,17 @@ def _wiring(chunk: list[Node]) -> _Wiring:
         tuple(inside[n] for n in results),
     )
     return _Wiring(key, list(operands), results)
+
+
+def _chunks(nodes: list[Node], run: _Run) -> list[list[Node]]:
+    """The run cut into alike chunks, at the first place where no cut parts an op from its several results."""
+    end = run.start + run.count * run.period
+    for start in range(run.start, run.start + run.period):
+        chunks = [nodes[i : i + run.period] for i in range(start, end - run.period + 1, run.period)]
+        chunks = _alike(chunks) if len(chunks) > 1 else []
+        if chunks:
+            return chunks
+    return []
 
 
 def _alike(chunks: list[list[Node]]) -> list[list[Node]]:
