@@ -14,8 +14,8 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/python examples/build_smollm2.py $(MODEL)
-	$(VENV)/bin/graphfuse generate --model $(MODEL) --tp 2 --prompt "What is the capital of France?" \
-		--max-new-tokens 32 --report
+	$(VENV)/bin/graphfuse generate --model $(MODEL) --tp 2 --device cpu --report \
+		--prompt "What is the capital of France?" --max-new-tokens 32
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest
