@@ -31,7 +31,12 @@ def collect() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "versions": {name: version_of(name) for name in PACKAGES} | {"nccl": facts.nccl, "cuda": torch.version.cuda},
+        "versions": {
+            **{name: version_of(name) for name in PACKAGES},
+            "torch": torch.__version__,  # says which CUDA it is built for, which the package's version may not
+            "nccl": facts.nccl,
+            "cuda": torch.version.cuda,
+        },
         "gpus": _gpus(ranks),
         "gate": _gate(facts),
         "missing": _missing(facts),

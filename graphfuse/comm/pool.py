@@ -61,7 +61,8 @@ class Pool:
         device: torch.device | None = None,
     ) -> Decision:
         """Make ready what the decision's ranges need, and activate them for dispatch. See `prepare` below."""
-        if not decision.allowed:
+        # The ranks of a fake group (tests, `explain`) do not exist: nothing to vote with, nothing to make.
+        if not decision.allowed or dist.get_backend(group) == "fake":
             return decision
         key = (group.group_name, dtype, hidden_size)
         conflict = self._conflict(key, decision)

@@ -33,17 +33,21 @@ def run(call: FusedCall, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tenso
 
 def all_reduce(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """The sum of x over the ranks, as a new tensor."""
-    world_size = dist.get_world_size(group)
     num_bytes = x.numel() * x.element_size()
-    if x.is_cuda and num_bytes >= COPY_BYTES and x.numel() % world_size == 0:
-        shard = x.new_empty(x.numel() // world_size)
-        dist.reduce_scatter_tensor(shard, x.view(-1), group=group)
-        reduced = torch.empty_like(x)
-        dist.all_gather_into_tensor(reduced.view(-1), shard, group=group)
-        return reduced
+    if x.is_cuda and num_bytes >= COPY_BYTES and x.numel() % dist.get_world_size(group) == 0:
+        return reduce_by_shards(x, group)
     reduced = x.clone(memory_format=torch.contiguous_format)
     if num_bytes:
         dist.all_reduce(reduced, group=group)
+    return reduced
+
+
+def reduce_by_shards(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """`all_reduce` without the copy: each rank reduces one shard, then all gather them. The ranks divide the elements."""
+    shard = x.new_empty(x.numel() // dist.get_world_size(group))
+    dist.reduce_scatter_tensor(shard, x.view(-1), group=group)
+    reduced = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_gather_into_tensor(reduced.view(-1), shard, group=group)
     return reduced
 
 

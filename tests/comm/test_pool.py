@@ -13,7 +13,7 @@ from graphfuse.comm.call import FusedCall
 from graphfuse.comm.pool import Pool
 from graphfuse.comm.table import SizeRange
 from graphfuse.errors import BackendUnavailableError, ConfigError
-from graphfuse.gate import Decision
+from graphfuse.gate import Decision, gather_facts
 
 ROW = 8 * 4  # hidden size 8 in float32
 FLOAT = {"dtype": torch.float32, "hidden_size": 8, "device": torch.device("cpu")}
@@ -208,6 +208,20 @@ def test_a_decision_without_workspaces_needs_no_vote(ranks):
     for same, workspaces in ranks.run(2, refused_and_reference):
         assert same
         assert workspaces == {}
+
+
+def test_on_a_fake_group_the_decision_stands_and_nothing_is_made():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        pool = Pool({"flashinfer": FakeBackend()})
+        assert pool.prepare(dist.group.WORLD, decision(), **FLOAT) == decision()
+        pool.release(dist.group.WORLD, dtype=torch.float32, hidden_size=8)
+        facts = gather_facts(dist.group.WORLD, "cpu")
+    finally:
+        dist.destroy_process_group()
+    assert facts.world_size == 8
 
 
 def dispatched(group, breaks=False):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from graphfuse.comm import dispatch
 from graphfuse.comm.call import FusedCall
-from graphfuse.comm.reference import add_rms_norm, run
+from graphfuse.comm.reference import add_rms_norm, reduce_by_shards, run
 
 
 def tensors(rank, shape, dtype):
@@ -96,3 +96,21 @@ def without_weight(group):
 def test_without_a_weight_the_bias_of_the_weight_is_not_used(ranks):
     normed, summed = ranks.run(2, without_weight)[0]
     torch.testing.assert_close(normed, summed * torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+
+def by_shards(group):
+    x, _, _ = tensors(dist.get_rank(group), (6, 32), torch.float32)
+    before = x.clone()
+    reduced = reduce_by_shards(x, group)
+    expected = x.clone()
+    dist.all_reduce(expected, group=group)
+    return torch.equal(x, before), reduced, expected
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_reducing_large_messages_by_shards_gives_the_same_sum(ranks, tp):
+    answers = ranks.run(tp, by_shards)
+    for unchanged, reduced, expected in answers:
+        assert unchanged
+        assert torch.equal(reduced, answers[0][1])
+        torch.testing.assert_close(reduced, expected, rtol=1e-6, atol=1e-6)
