@@ -70,11 +70,6 @@ class Shard:
         return Shard(self.full * factor, self.local * factor, spans)
 
 
-def whole(size: int) -> Shard:
-    """Every rank holds the dimension."""
-    return Shard(size, size, (Span(0, 0, size),))
-
-
 def even(size: int, tp: TensorParallel) -> Shard:
     """Contiguous parts of ceil(size / tp) entries, padded at the end."""
     local = -(-size // tp.size)

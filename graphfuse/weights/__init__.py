@@ -1,1 +1,1 @@
-
+"""Streaming safetensors into this rank's part of a model."""
