@@ -1,9 +1,9 @@
 """Small messages between the ranks of a tensor-parallel group, outside its own communicator.
 
-They go through the store that the group was made from, so any backend will do, no rank outside the group takes part,
-and nothing mixes with the model's reductions. (A gloo subgroup by `new_group(use_local_synchronization=True)` would not
-do: its name holds the number of groups each process is in, so ranks that are in different numbers of groups wait for
-each other under different names, for ever.)
+They go through torch.distributed's own store, under the group's ranks, so any backend will do, no rank outside the
+group takes part, and nothing mixes with the model's reductions. (A gloo subgroup by `new_group(...,
+use_local_synchronization=True)` would not do: its name holds the number of groups each process is in, so ranks that are
+in different numbers of groups wait for each other under different names, for ever.)
 
 Every exchange carries a status, which makes failing together possible: a rank that fails posts its failure into
 whatever exchange its peers are waiting in, and they raise `PeerFailed` at that moment instead of timing out.
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from graphfuse.errors import GroupError
 
@@ -39,7 +39,7 @@ class ControlChannel:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        # A store outlives groups, and names come back: count the channels made under this one.
+        # The store outlives groups, and several can have the same ranks: count the channels made under them.
         generation = store.add(f"channels/{rank}", 1)
         self._store = PrefixStore(f"{generation}/", store)
         self._step = 0
@@ -95,7 +95,8 @@ class _Channels:
         known = self._channels.get(group.group_name)
         if known is not None and known[0]() is group:
             return known[1]
-        store = PrefixStore("graphfuse/", _get_process_group_store(group))
+        members = "-".join(map(str, dist.get_process_group_ranks(group)))
+        store = PrefixStore(f"graphfuse/{members}/", _get_default_store())
         channel = ControlChannel(store, dist.get_rank(group), dist.get_world_size(group))
         self._channels[group.group_name] = (weakref.ref(group), channel)
         return channel
@@ -105,10 +106,11 @@ _channels = _Channels()
 
 
 def control_channel(group: ProcessGroup) -> ControlChannel:
-    """The control channel of a group, made at the first call. Local: it waits for nobody.
+    """The control channel of a group, made at the first call. It waits for nobody, but the ranks of a group must ask
+    for their groups' channels in the same order.
 
     Raises:
-        GroupError: torch.distributed is not initialised, or the group has no store.
+        GroupError: torch.distributed is not initialised, or the group was not made by it.
     """
     try:
         return _channels.get(group)

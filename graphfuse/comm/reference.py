@@ -43,7 +43,7 @@ def all_reduce(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def reduce_by_shards(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """`all_reduce` without the copy: each rank reduces one shard, then all gather them. The ranks divide the elements."""
+    """`all_reduce` without the copy: each rank reduces a shard, then all gather. The ranks divide the elements."""
     shard = x.new_empty(x.numel() // dist.get_world_size(group))
     dist.reduce_scatter_tensor(shard, x.view(-1), group=group)
     reduced = torch.empty_like(x, memory_format=torch.contiguous_format)
