@@ -119,7 +119,7 @@ class Session:
         self._spent("passes", result.seconds)
         self.report.rules = result.rules
         self.report.moe = _moe_layers(module)
-        self._prepare_workspaces(result.sites)
+        self._prepare_workspaces(result.sites, device)
         sites = [dataclasses.replace(s, backends=self._served(s)) for s in result.sites]
         self.report.add_graph(sites)
         self.report.gate = self._gate_summary()
@@ -161,7 +161,7 @@ class Session:
             )
         return self._decisions[key]
 
-    def _prepare_workspaces(self, sites: Sequence[Any]) -> None:
+    def _prepare_workspaces(self, sites: Sequence[Any], device: torch.device) -> None:
         """Make the comm backends of the sites just found ready, on every rank or on none."""
         if self._capture is not None or self.group is None or all(site.op is None for site in sites):
             return
@@ -171,7 +171,7 @@ class Session:
             held = (self.group, dtype, hidden_size)
             if decision.allowed and held not in self._workspaces:
                 self._decisions[dtype, hidden_size] = pool.prepare(
-                    self.group, decision, dtype=dtype, hidden_size=hidden_size
+                    self.group, decision, dtype=dtype, hidden_size=hidden_size, device=device
                 )
                 self._workspaces.append(held)
 

@@ -3,7 +3,8 @@
     partial ─► all_reduce ─► wait ─► add(residual) ─► rms_norm      becomes
     partial ─► all_reduce_add_rms_norm(residual, weight) ─► (normed, residual')
 
-The add and the norm may belong to the next layer, or the norm be the model's last: the graph does not know layers.
+The add and the norm may belong to the next layer, or the norm be the model's last: the graph does not know layers. The
+bias of a row-parallel linear, added between the reduction and the residual, is added to the residual instead.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class _Parts:
     """Views between the reduction and the add; an elementwise sum over ranks commutes with them."""
     add: Node
     residual: Node
+    bias: Node | None
     norm: RMSNorm
 
 
@@ -45,10 +47,16 @@ def match_add_rms_norm(node: Node, context: Context) -> Site | Decline:
         names = ", ".join(dict.fromkeys(describe(user) for _, user in users))
         return Decline(f"no residual add follows; the reduced value feeds {names}")
     step, add = adds[0]
-    if len(users) > 1:
-        other = next(user for _, user in users if user is not add) if len({u for _, u in users}) > 1 else add
-        return Decline(f"the reduced value has another user: {describe(other)}", residual=True)
-    if step.casts:
+    others = [user for _, user in users if user is not add]
+    if others:
+        return Decline(f"the reduced value has another user: {describe(others[0])}", residual=True)
+    views, casts, bias = step.views, step.casts, _bias(add, step.node)
+    if bias is not None:
+        beyond = readers(add)
+        if len(beyond) == 1 and is_call(beyond[0][1], aten.add.Tensor):
+            step, add = beyond[0]
+            views, casts = (*views, *step.views), (*casts, *step.casts)
+    if casts:
         return Decline("the reduced value changes its dtype before the add", residual=True)
     residual = add.args[1] if add.args[0] is step.node else add.args[0]
     if not isinstance(residual, Node):
@@ -60,8 +68,17 @@ def match_add_rms_norm(node: Node, context: Context) -> Site | Decline:
     norm = require_norm(add, "the sum")
     if isinstance(norm, Decline):
         return Decline(norm.reason, residual=True)
-    parts = _Parts(reduction, step.views, add, residual, norm)
+    parts = _Parts(reduction, views, add, residual, bias, norm)
     return Site(node, OP, norm.output, reduction.dtype, reduction.hidden_size, parts)
+
+
+def _bias(add: Node, reduced: Node) -> Node | None:
+    """The vector that is added, if it is one."""
+    other = add.args[1] if add.args[0] is reduced else add.args[0]
+    vector = value(other)
+    if vector is None or add.kwargs.get("alpha", 1) != 1 or vector.dim() != 1:
+        return None
+    return other  # type: ignore[return-value]
 
 
 def applies(site: Site, context: Context) -> Decline | None:
@@ -85,14 +102,17 @@ def emit_fused(graph: Graph, site: Site, context: Context) -> None:
     example = value(add)
     assert example is not None and context.groups.name is not None
     with graph.inserting_before(add):
-        partial = replay(parts.views, reduction.partial)
-        args = (partial, parts.residual, norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight)
-        normed, residual = emit(
+        partial, residual = replay(parts.views, reduction.partial), parts.residual
+        if parts.bias is not None:
+            residual = graph.call_function(aten.add.Tensor, (residual, parts.bias))
+            residual.meta = {**parts.residual.meta, "val": example}
+        args = (partial, residual, norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight)
+        normed, total = emit(
             graph, torch.ops.graphfuse.all_reduce_add_rms_norm.default, (*args, context.groups.name), example, add
         )
         output = replay(norm.views, normed)
     norm.output.replace_all_uses_with(output)
-    add.replace_all_uses_with(residual)
+    add.replace_all_uses_with(total)
     graph.erase_node(add)
     erase_reduction(graph, reduction)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import graphfuse
 from graphfuse.weights.load import load
 from tests.models.breakage import BREAKAGES
 from tests.models.tiny import Batch, Checkpoint
@@ -24,6 +25,12 @@ Wrap = Callable[[nn.Module, Any], nn.Module]
 
 def identity(model: nn.Module, _group: Any) -> nn.Module:
     return model
+
+
+def compiled(model: nn.Module, group: Any) -> nn.Module:
+    """Compiled by graphfuse, which must fuse every reduction there is."""
+    config = graphfuse.FuseConfig(fusion="require" if group.size() > 1 else "auto")
+    return graphfuse.compile(model.requires_grad_(False), group, config=config)
 
 
 def rank_logits(group: Any, path: Path, batch: Batch, wrap: Wrap, break_it: str | None) -> dict[str, Tensor]:

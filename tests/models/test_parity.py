@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.models.parity import TOLERANCE, compare, identity
+from tests.models.parity import TOLERANCE, compare, compiled, identity
 
 FAMILIES = ["llama", "mistral", "qwen3", "qwen3_moe"]
-WRAPS = [identity]
+WRAPS = [identity, compiled]
 
 EVERYWHERE = [
     "gamma_ignored",
