@@ -4,12 +4,13 @@
                                         ├─ rank 0: the same command line, with RANK and WORLD_SIZE set
                                         └─ ranks 1 … 3: the same; what they print goes to files
 
-When a rank fails the agent ends the others. Its own report, a page of traceback, is replaced by the lines that rank 0
-printed, or the last ones of the rank that failed.
+When a rank fails the agent ends the others. Its own report, a page of traceback, is replaced by the message of the
+lowest rank that left one (errors.py); if there is none, by the last lines of the rank that failed.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphfuse.cli.errors import INTERRUPTED
+from graphfuse.cli.errors import INTERRUPTED, RUN_ID_PREFIX, print_error
 from graphfuse.errors import GroupError
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def run_ranks(num_ranks: int, arguments: list[str]) -> int:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=num_ranks,
-            run_id=uuid.uuid4().hex,
+            run_id=RUN_ID_PREFIX + uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
@@ -100,8 +101,7 @@ def run_ranks(num_ranks: int, arguments: list[str]) -> int:
             elastic_launch(config, sys.executable)("-u", "-m", "graphfuse.cli.main", *arguments)
         except ChildFailedError as error:
             failed, failure = error.get_first_failure()
-            rank_zero = error.failures.get(0)
-            if rank_zero is None or rank_zero.exitcode < 0:  # it did not end by itself, so it has not said why
+            if not _print_message(log_dir):
                 _print_tail(failed, failure.exitcode, log_dir)
             return failure.exitcode if failure.exitcode > 0 else 1
         except SignalException as stop:
@@ -138,6 +138,18 @@ def joined(num_ranks: int, device_type: str) -> Iterator[tuple[torch.device, dis
 def _threads_per_rank(num_ranks: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // num_ranks)
+
+
+def _print_message(log_dir: str) -> bool:
+    """Print the message of the lowest rank that left one; false if none did."""
+    messages = {int(path.parent.name): path for path in Path(log_dir).rglob("error.json")}
+    for rank, path in sorted(messages.items()):
+        try:
+            print_error(json.loads(path.read_text(encoding="utf-8"))["message"], rank)
+        except ValueError:  # ended while it wrote
+            continue
+        return True
+    return False
 
 
 def _print_tail(failed: int, exitcode: int, log_dir: str) -> None:

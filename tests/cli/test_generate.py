@@ -8,7 +8,6 @@ import signal
 import subprocess
 
 import psutil
-import pytest
 
 from graphfuse.generation import LLM, SamplingParams
 from tests.cli.conftest import COMMAND, clean_environment
@@ -73,7 +72,7 @@ def test_ctrl_c_leaves_no_process(checkpoint, tmp_path):
     ) as process:
         partial = tmp_path / "out.jsonl.partial"
         parent = psutil.Process(process.pid)
-        while process.poll() is None and not (partial.exists() and partial.stat().st_size):
+        while process.poll() is None and not partial.exists():  # made when the model is loaded
             psutil.wait_procs([parent], timeout=0.05)
         assert process.poll() is None, process.stderr.read()
         family = parent.children(recursive=True)
@@ -87,9 +86,8 @@ def test_ctrl_c_leaves_no_process(checkpoint, tmp_path):
     assert not target.exists() and partial.exists()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_an_error_of_the_ranks_is_one_clear_line(graphfuse, tmp_path, tp):
-    result = graphfuse("generate", "--model", tmp_path / "nowhere", "--prompt", "a", "--tp", tp, "--device", "cpu")
+def test_an_error_of_the_ranks_is_one_clear_line(graphfuse, tmp_path):
+    result = graphfuse("generate", "--model", tmp_path / "nowhere", "--prompt", "a", "--tp", 2, "--device", "cpu")
     assert result.returncode == 1
     assert "nowhere" in result.stderr and "Traceback" not in result.stderr
     assert result.stderr.count("graphfuse: ") == 1
