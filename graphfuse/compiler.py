@@ -187,14 +187,12 @@ class CompiledModel(nn.Module):
             return None
         except dynamo_exc.BackendCompilerFailed as error:
             inner = error.inner_exception
-            if isinstance(inner, RegionsUnsupported):
-                raise _Retry(inner) from error
             if isinstance(inner, GraphfuseError):
                 raise inner from None
-            if self._compiled is None and self._session.report.num_graphs == 0:
+            if isinstance(inner, (RegionsUnsupported, *_TRACING_ERRORS)) and self._compiled is None:
                 raise _Retry(inner) from error
             raise
-        except (dynamo_exc.TorchDynamoException, GuardOnDataDependentSymNode) as error:
+        except _TRACING_ERRORS as error:
             if self._compiled is None:
                 raise _Retry(error) from error
             raise GraphBreakError(_break_text(error)) from error
@@ -216,6 +214,9 @@ class CompiledModel(nn.Module):
 
 def _named(args: tuple, kwargs: dict) -> dict[str, object]:
     return {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
+
+
+_TRACING_ERRORS = (dynamo_exc.TorchDynamoException, GuardOnDataDependentSymNode)
 
 
 class _Retry(Exception):

@@ -7,6 +7,7 @@ where the driver does not tell, the answer is "unknown" with the reason.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import socket
@@ -138,7 +139,7 @@ def nvml_links(gpu_id: str | None, nvml: Any) -> Links:
             access_peers=_reached(nvml, mine, by_id, nvml.NVML_P2P_CAPS_INDEX_READ, nvml.NVML_P2P_CAPS_INDEX_WRITE),
             num_nvlinks=len(_active_links(nvml, mine)),
         )
-    except nvml.NVMLError as error:
+    except (nvml.NVMLError, AttributeError, TypeError, ctypes.ArgumentError) as error:  # the binding differs
         return Links(notes=(f"GPU links are unknown because NVML does not tell them: {error}.",))
     finally:
         nvml.nvmlShutdown()
@@ -155,8 +156,10 @@ def _nvlink_peers(nvml: Any, mine: Any, others: dict[str, Any]) -> tuple[str, ..
         return tuple(gpu_id for gpu_id, handle in others.items() if _on_switch(nvml, handle))
 
 
-def _reached(nvml: Any, mine: Any, others: dict[str, Any], *capabilities: int) -> tuple[str, ...]:
-    """The GPUs for which NVML reports every one of the peer-to-peer capabilities."""
+def _reached(nvml: Any, mine: Any, others: dict[str, Any], *capabilities: int | tuple[int]) -> tuple[str, ...]:
+    """The GPUs for which NVML reports every one of the peer-to-peer capabilities. Some releases of nvidia-ml-py define
+    these constants with a comma behind, as tuples of one."""
+    capabilities = tuple(c[0] if isinstance(c, tuple) else c for c in capabilities)
     return tuple(
         gpu_id
         for gpu_id, handle in others.items()

@@ -280,7 +280,10 @@ def _replace_chain(graph: Graph, chain: _Chain, key: int) -> None:
 def trace_bodies(sealed: Sealed, capture: Callable[[GraphModule, list[Any]], GraphModule]) -> None:
     """Trace each distinct region once. `capture` is AOTAutograd up to the ATen graph."""
     for region in sealed.regions:
-        region.body = capture(region.module, region.inputs).graph
+        try:
+            region.body = capture(region.module, region.inputs).graph
+        except Exception as error:  # whatever it is, the layer may still trace as a part of the whole
+            raise RegionsUnsupported(f"a layer cannot be traced apart ({type(error).__name__}: {error})") from error
 
 
 # --- back to a flat graph -------------------------------------------------------------------------------------------
