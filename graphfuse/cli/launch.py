@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-_SECONDS_TO_END = 5
+_SECONDS_TO_END = "5"
 _TAIL_LINES = 20
 
 
@@ -81,6 +81,7 @@ def run_ranks(num_ranks: int, arguments: list[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SECONDS_TO_END)
     # Each rank sets its number of threads itself; this is for the libraries that read it when they are loaded.
     os.environ.setdefault("OMP_NUM_THREADS", str(_threads_per_rank(num_ranks)))
     with tempfile.TemporaryDirectory(prefix="graphfuse-") as log_dir:
@@ -94,7 +95,6 @@ def run_ranks(num_ranks: int, arguments: list[str]) -> int:
             local_addr="localhost",
             max_restarts=0,
             monitor_interval=0.1,
-            shutdown_timeout=_SECONDS_TO_END,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir, redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)),
         )
         try:
