@@ -26,11 +26,14 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.decomposition import select_decomp_table
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from graphfuse import gate, regions
 from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, FusionRequiredError, GroupError
 from graphfuse.executors import check_mode, compile_with_inductor, resolve_executor, run_eagerly
+from graphfuse.inlining import inline
+from graphfuse.module_paths import annotate_paths
 from graphfuse.passes import default_rules
 from graphfuse.passes.driver import run_passes, select_rules
 from graphfuse.passes.dump import Dump
@@ -85,7 +88,7 @@ class Session:
                 log.info("%d distinct regions", len(sealed.regions))
 
             def lower(top: GraphModule, top_inputs: Sequence[Any]) -> Callable:
-                flat = regions.inline(top) if sealed.keys else top
+                flat = inline(top) if sealed.keys else top
                 self._spent("trace", time.perf_counter() - started)
                 return self._lower(flat, top_inputs)
 
@@ -102,7 +105,7 @@ class Session:
     # --- one flat ATen graph ---------------------------------------------------------------------------------------
 
     def _lower(self, module: GraphModule, inputs: Sequence[Any]) -> Callable:
-        regions.annotate_paths(module)
+        annotate_paths(module)
         device = _device_of(inputs)
         if self.group is None:
             self.group = _shared_group(module, self.report)
@@ -323,4 +326,5 @@ def _copy(module: GraphModule) -> GraphModule:
     assert result is not None
     output, old = result
     graph.output(output).meta = dict(old.meta)
-    return GraphModule(module, graph)
+    with _use_lazy_graph_module(True):  # read, hardly ever run
+        return _make_graph_module(module, graph)

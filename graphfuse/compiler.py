@@ -18,7 +18,12 @@ from graphfuse import gate
 from graphfuse.backend import Captured, Session
 from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, GradientsEnabledError, GraphBreakError, GraphfuseError, GroupError
-from graphfuse.regions import RegionsUnsupported, marked_regions, repeated_layer_classes
+from graphfuse.regions import (
+    RegionsUnsupported,
+    marked_regions,
+    repeated_layer_classes,
+    without_forward_guards,
+)
 from graphfuse.report import Report
 from graphfuse.tokens import Marking, TokenDims
 
@@ -160,7 +165,10 @@ class CompiledModel(nn.Module):
                 self._session = self._new_session()
             self._token_dims.unmark(arguments)
             self._token_dims.mark(arguments, marking)
-            compiled = torch.compile(_own_code(self._orig_mod), backend=self._session, fullgraph=True)
+            options = {"guard_filter_fn": without_forward_guards} if as_regions else None
+            compiled = torch.compile(
+                _own_code(self._orig_mod), backend=self._session, fullgraph=True, options=options
+            )
             try:
                 if as_regions:
                     with marked_regions(self._orig_mod):

@@ -26,7 +26,7 @@ def explain_checkpoint(
     Args:
         path: a checkpoint folder (only config.json is read) or a hub id.
         tp: number of tensor-parallel ranks.
-        facts: the host: a facts file, or `Facts`; None describes this one. The number of ranks is `tp`, whatever it says.
+        facts: the host: a facts file, or `Facts`; None describes this one. Its number of ranks becomes `tp`.
         config: settings.
 
     Raises:

@@ -1,12 +1,13 @@
 """Trace repeated layers once.
 
-Tracing a model flat costs time in proportion to its depth. So layers of an `nn.ModuleList` are marked, from the outside, as regions (`torch.compiler.nested_compile_region`): Dynamo then records one subgraph per distinct layer and a call of
-it per layer. AOTAutograd would still walk every call, several times. So it is shown something cheaper:
+Tracing a model flat costs time in proportion to its depth. So the layers of an `nn.ModuleList` are marked as regions,
+from outside (`torch.compiler.nested_compile_region`): Dynamo then records one subgraph per distinct layer, and a call
+of it per layer. AOTAutograd would still walk every call, several times. So it is shown something cheaper:
 
     Dynamo graph:   call region 0 (x, weights of layer 0) ─► call region 0 (x, weights of layer 1) ─► ...
-    seal:           the chain of calls becomes one opaque op with the recorded result shapes; AOT traces the top quickly
+    seal:           the chain of calls becomes one opaque op with the recorded result shapes
     trace bodies:   each distinct subgraph goes through AOT once
-    inline:         bodies replace the opaque op, which gives the flat ATen graph that passes work on
+    inline:         bodies replace the opaque op (graphfuse/inlining.py): the flat ATen graph that passes work on
 
 Inlining is exact: values a body writes to (KV caches, handed in as inputs of the whole graph) are threaded from call to
 call, and written back once at the end. Where that cannot be done, `RegionsUnsupported` says why, and the caller traces
@@ -19,7 +20,6 @@ import contextlib
 import itertools
 import logging
 import operator
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from graphfuse.module_paths import innermost
 
 log = logging.getLogger(__name__)
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
@@ -72,6 +74,12 @@ def marked_regions(model: nn.Module) -> Iterator[None]:
                 cls.forward = own  # type: ignore[method-assign]
 
 
+def without_forward_guards(guards: Sequence[Any]) -> list[bool]:
+    """For `torch.compile(options={"guard_filter_fn": ...})`: which guards to keep. Those on the layer classes' forward
+    would fail at the second call, when the marks are gone, and trace the model again, flat."""
+    return ["__dict__['forward']" not in g.name and "__dict__)['forward']" not in g.name for g in guards]
+
+
 # --- the opaque op that stands for calls of regions while AOTAutograd traces the top --------------------------------
 
 
@@ -82,7 +90,7 @@ def _regions(tensors: Sequence[Tensor], sizes: Sequence[int], key: int) -> list[
 
 @_regions.register_fake
 def _(tensors, sizes, key):  # type: ignore[no-untyped-def]
-    outputs = _OPEN_CHAINS[key].calls[-1].region.outputs
+    outputs = OPEN_CHAINS[key].calls[-1].region.outputs
     return [
         torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
         for t in outputs
@@ -91,7 +99,7 @@ def _(tensors, sizes, key):  # type: ignore[no-untyped-def]
 
 
 @dataclass
-class _Region:
+class Region:
     """One distinct subgraph: its Dynamo graph, example values of its inputs, recorded results, and its ATen graph.
 
     Some torch versions also return sizes, which nobody reads; only the tensors among the results count.
@@ -101,17 +109,41 @@ class _Region:
     inputs: list[Any]
     outputs: list[Any]
     body: Graph | None = None
+    _first: str | None = None
+
+    def mover(self, stack: dict | None) -> Callable[[dict | None], dict | None]:
+        """What moves module stacks of the body, which carry the first layer's paths, under the layer of a call."""
+        layer = innermost(stack)
+        if self._first is None:
+            assert self.body is not None
+            depth = len(stack or ())
+            stacks = [list(s.values()) for n in self.body.nodes if (s := n.meta.get("nn_module_stack"))]
+            self._first = min({s[min(depth, len(s)) - 1][0] for s in stacks if depth}, key=len, default="")
+        first, moved = self._first, {}
+
+        def move(inner: dict | None) -> dict | None:
+            if not inner or not layer or not first:
+                return inner
+            name = innermost(inner)
+            if name not in moved:
+                moved[name] = {
+                    key: (layer + path[len(first) :] if path.startswith(first) else path, cls)
+                    for key, (path, cls) in inner.items()
+                }
+            return moved[name]
+
+        return move
 
 
 @dataclass(frozen=True)
-class _Outer:
+class Outer:
     """The index-th operand of the opaque op."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class _Result:
+class Result:
     """The index-th result of the call-th call of the chain."""
 
     call: int
@@ -119,30 +151,30 @@ class _Result:
 
 
 @dataclass
-class _Call:
-    region: _Region
-    operands: list[_Outer | _Result | int]
+class Call:
+    region: Region
+    operands: list[Outer | Result | int]
     stack: dict | None
     """Dynamo's module stack of the call: the layer it is."""
 
 
 @dataclass
-class _Chain:
+class Chain:
     """Calls of which each is read by the next one only: what one opaque op stands for."""
 
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     outer: dict[Node, int] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
 
-    def operand(self, node: Any) -> _Outer | _Result | int:
+    def operand(self, node: Any) -> Outer | Result | int:
         if not isinstance(node, Node):
             return node
         if node.op == "call_function" and node.target is operator.getitem and node.args[0] in self.nodes:
-            return _Result(self.nodes.index(node.args[0]), node.args[1])  # type: ignore[arg-type]
-        return _Outer(self.outer.setdefault(node, len(self.outer)))
+            return Result(self.nodes.index(node.args[0]), node.args[1])  # type: ignore[arg-type]
+        return Outer(self.outer.setdefault(node, len(self.outer)))
 
 
-_OPEN_CHAINS: dict[int, _Chain] = {}
+OPEN_CHAINS: dict[int, Chain] = {}
 """Chains of the graphs being traced at this moment, by the key their op carries. Emptied by `Sealed.close`."""
 
 _KEYS = itertools.count()
@@ -152,12 +184,12 @@ _KEYS = itertools.count()
 class Sealed:
     """A Dynamo graph whose region calls are opaque, and the regions behind them."""
 
-    regions: list[_Region] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
 
     def close(self) -> None:
         for key in self.keys:
-            _OPEN_CHAINS.pop(key, None)
+            OPEN_CHAINS.pop(key, None)
 
 
 def seal(module: GraphModule) -> Sealed:
@@ -166,20 +198,20 @@ def seal(module: GraphModule) -> Sealed:
     for call in calls:
         _read_sizes_elsewhere(module.graph, call)
     sealed = Sealed()
-    regions: dict[str, _Region] = {}
+    regions: dict[str, Region] = {}
     for node in calls:
         name = str(node.args[0].target)
         if name not in regions:
             regions[name] = _region_of(module, node)
             sealed.regions.append(regions[name])
     for chain_nodes in _chains(module.graph, calls):
-        chain = _Chain()
+        chain = Chain()
         for node in chain_nodes:
             operands = [chain.operand(o) for o in node.args[2:]]
-            chain.calls.append(_Call(regions[str(node.args[0].target)], operands, node.meta.get("nn_module_stack")))
+            chain.calls.append(Call(regions[str(node.args[0].target)], operands, node.meta.get("nn_module_stack")))
             chain.nodes.append(node)
         key = next(_KEYS)
-        _OPEN_CHAINS[key] = chain
+        OPEN_CHAINS[key] = chain
         sealed.keys.append(key)
         _replace_chain(module.graph, chain, key)
     if calls:
@@ -187,7 +219,7 @@ def seal(module: GraphModule) -> Sealed:
     return sealed
 
 
-def _region_of(module: GraphModule, call: Node) -> _Region:
+def _region_of(module: GraphModule, call: Node) -> Region:
     subgraph, _, *operands = call.args
     outputs = call.meta["example_value"]
     if not isinstance(outputs, (tuple, list)) or not any(isinstance(t, Tensor) for t in outputs):
@@ -198,7 +230,7 @@ def _region_of(module: GraphModule, call: Node) -> _Region:
     for user in call.users:
         if user.target is not operator.getitem or (user.users and not isinstance(outputs[user.args[1]], Tensor)):  # type: ignore[index]
             raise RegionsUnsupported("a layer returns something other than tensors")
-    return _Region(getattr(module, str(subgraph.target)), values, list(outputs))  # type: ignore[union-attr]
+    return Region(getattr(module, str(subgraph.target)), values, list(outputs))  # type: ignore[union-attr]
 
 
 def _read_sizes_elsewhere(graph: Graph, call: Node) -> None:
@@ -249,7 +281,7 @@ def _chains(graph: Graph, calls: list[Node]) -> Iterator[list[Node]]:
         yield chain
 
 
-def _replace_chain(graph: Graph, chain: _Chain, key: int) -> None:
+def _replace_chain(graph: Graph, chain: Chain, key: int) -> None:
     final = chain.nodes[-1]
     example = {node: node.meta["example_value"] for node in chain.outer}
     tensors = [node for node in chain.outer if isinstance(example[node], Tensor)]
@@ -273,7 +305,7 @@ def _replace_chain(graph: Graph, chain: _Chain, key: int) -> None:
     order = {node: i for i, node in enumerate([*tensors, *sizes])}
     renumber = {index: order[node] for node, index in chain.outer.items()}
     for call in chain.calls:
-        call.operands = [_Outer(renumber[o.index]) if isinstance(o, _Outer) else o for o in call.operands]
+        call.operands = [Outer(renumber[o.index]) if isinstance(o, Outer) else o for o in call.operands]
     chain.nodes, chain.outer = [], {}
 
 
@@ -284,139 +316,3 @@ def trace_bodies(sealed: Sealed, capture: Callable[[GraphModule, list[Any]], Gra
             region.body = capture(region.module, region.inputs).graph
         except Exception as error:  # whatever it is, the layer may still trace as a part of the whole
             raise RegionsUnsupported(f"a layer cannot be traced apart ({type(error).__name__}: {error})") from error
-
-
-# --- back to a flat graph -------------------------------------------------------------------------------------------
-
-
-def inline(top: GraphModule) -> GraphModule:
-    """The flat graph: every region op of an ATen graph replaced by the bodies it stands for."""
-    return _Inliner(top).run()
-
-
-class _Inliner:
-    """Rebuilds the top graph node by node, putting bodies in place of region ops.
-
-    `current` maps an input of the whole graph that some body wrote to, to its newest value, so that later readers see
-    the write, and the end of the graph can store it.
-    """
-
-    def __init__(self, top: GraphModule) -> None:
-        self._top = top
-        self._graph = Graph()
-        self._env: dict[Node, Any] = {}
-        self._results: dict[Node, list[Any]] = {}
-        self._current: dict[Node, Node] = {}
-
-    def run(self) -> GraphModule:
-        for node in self._top.graph.nodes:
-            if node.target is torch.ops.graphfuse._regions.default:
-                self._results[node] = self._inline_chain(node)
-            elif node.target is operator.getitem and node.args[0] in self._results:
-                self._env[node] = self._results[node.args[0]][node.args[1]]
-            elif node.op == "output":
-                for base, newest in self._current.items():
-                    written = self._graph.call_function(torch.ops.aten.copy_.default, (base, newest))
-                    written.meta = {"val": base.meta["val"]}
-                self._graph.node_copy(node, self._lookup).meta = dict(node.meta)
-            else:
-                if node.target is torch.ops.aten.copy_.default and self._env[node.args[0]] in self._current:
-                    raise RegionsUnsupported("a tensor is written to both inside a layer and outside of it")
-                self._env[node] = self._graph.node_copy(node, self._lookup)
-                self._env[node].meta = dict(node.meta)
-        return GraphModule(self._top, self._graph, class_name="GraphfuseModule")
-
-    def _lookup(self, node: Node) -> Any:
-        return self._newest(self._env[node])
-
-    def _newest(self, found: Any) -> Any:
-        return self._current.get(found, found) if isinstance(found, Node) else found
-
-    def _inline_chain(self, op: Node) -> list[Any]:
-        tensors, sizes, key = op.args
-        outer = [self._env[o] if isinstance(o, Node) else o for o in (*tensors, *sizes)]  # type: ignore[misc]
-        results: list[list[Any]] = []
-        for call in _OPEN_CHAINS[key].calls:  # type: ignore[index]
-            operands = []
-            for operand in call.operands:
-                if isinstance(operand, _Outer):
-                    operands.append(outer[operand.index])
-                else:
-                    operands.append(results[operand.call][operand.index] if isinstance(operand, _Result) else operand)
-            results.append(self._inline_call(call, operands))
-        last = _OPEN_CHAINS[key].calls[-1].region.outputs  # type: ignore[index]
-        return [value for value, recorded in zip(results[-1], last, strict=True) if isinstance(recorded, Tensor)]
-
-    def _inline_call(self, call: _Call, operands: list[Any]) -> list[Any]:
-        region = call.region
-        assert region.body is not None
-        placeholders = [n for n in region.body.nodes if n.op == "placeholder"]
-        if len(placeholders) != len(operands):
-            raise RegionsUnsupported("a layer's inputs change in number while it is traced")
-        given = dict(zip(placeholders, operands, strict=True))
-        env = {p: self._newest(o) for p, o in given.items()}
-        prefix = _Prefix(region.body, call.stack)
-        for node in region.body.nodes:
-            if node.op == "placeholder":
-                continue
-            if node.op == "output":
-                (outputs,) = node.args
-                return [env[o] if isinstance(o, Node) else o for o in outputs[: len(region.outputs)]]
-            if node.op == "get_attr":
-                raise RegionsUnsupported("a layer holds constants that are no parameters or buffers")
-            if node.target is torch.ops.aten.copy_.default and node.args[0] in given:
-                base = given[node.args[0]]
-                if not (isinstance(base, Node) and base.op == "placeholder"):
-                    raise RegionsUnsupported("a layer writes to a tensor that is no input of the model")
-                self._current[base] = env[node.args[0]] = env[node.args[1]]
-                continue
-            copy = self._graph.node_copy(node, env.__getitem__)
-            copy.meta = dict(node.meta)
-            copy.meta["nn_module_stack"] = prefix.move(node.meta.get("nn_module_stack"))
-            env[node] = copy
-        raise AssertionError("a graph without output")
-
-
-class _Prefix:
-    """Moves module paths of a body, which carry the first layer's, under the layer of one call."""
-
-    def __init__(self, body: Graph, stack: dict | None) -> None:
-        self._layer = _innermost(stack)
-        depth = len(stack or ())
-        stacks = [list(s.values()) for n in body.nodes if (s := n.meta.get("nn_module_stack"))]
-        paths = {s[min(depth, len(s)) - 1][0] for s in stacks if depth}
-        self._first = min(paths, key=len, default="")
-
-    def move(self, stack: dict | None) -> dict | None:
-        if not stack or not self._layer or not self._first:
-            return stack
-        return {
-            key: (self._layer + path[len(self._first) :] if path.startswith(self._first) else path, cls)
-            for key, (path, cls) in stack.items()
-        }
-
-
-def _innermost(stack: dict | None) -> str:
-    return list(stack.values())[-1][0] if stack else ""
-
-
-_ROOT = re.compile(r"^L\['\w+'\](\[\d+\])?\.?|^L__\w+?__\.?|^getattr\(.*?\)\.?")
-_ITEM = re.compile(r"_modules\[['\"](.+?)['\"]\]|\[['\"]?(\w+)['\"]?\]")
-
-
-def plain_path(raw: str) -> str:
-    """A module path as `named_modules` spells it, from Dynamo's `L['self'].layers.0`."""
-    path = _ITEM.sub(lambda m: "." + (m.group(1) or m.group(2)), _ROOT.sub("", raw))
-    path = path.replace("._modules", "").replace("..", ".").strip(".")
-    return path.removeprefix("_orig_mod.").removeprefix("_orig_mod")
-
-
-def annotate_paths(module: GraphModule) -> None:
-    """Give each node the plain path of the module it was traced in. A node without one takes its input's."""
-    for node in module.graph.nodes:
-        stack = node.meta.get("nn_module_stack")
-        if stack:
-            node.meta["graphfuse_path"] = plain_path(_innermost(stack))
-        elif node.op == "call_function":
-            inherited = [p for n in node.all_input_nodes if (p := n.meta.get("graphfuse_path"))]
-            node.meta["graphfuse_path"] = inherited[0] if inherited else ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 SCHEMA = 1
@@ -134,7 +135,7 @@ class Report:
 
     def __rich__(self) -> RenderableType:
         table = Table(title=f"graphfuse: {self.headline()}", title_justify="left", caption_justify="left")
-        table.caption = "\n".join(self._footnotes()) or None
+        table.caption = escape("\n".join(self._footnotes())) or None
         if not self.traced:
             return table
         for column in ("#", "reduction in", "norm", "status", "became, or why not", "served by"):
@@ -142,7 +143,7 @@ class Report:
         for site in self.sites:
             served = ", ".join(_range_text(r) for r in site.backends)
             table.add_row(
-                str(site.id), site.module or "(top)", site.norm or "", site.status, site.outcome(), served
+                str(site.id), site.module or "(top)", site.norm or "", site.status, escape(site.outcome()), served
             )
         return table
 
