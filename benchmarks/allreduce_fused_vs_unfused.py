@@ -16,7 +16,6 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,6 @@ from graphfuse.gate import Decision, decide, gather_facts
 HIDDEN_SIZES = (2048, 4096, 7168)
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FLASHINFER_TOKENS = 2048  # FlashInfer is measured up to here, whatever the table says
-REFERENCE_TOKENS = 1024  # and both forms of the reference backend from here
 DTYPE = torch.bfloat16
 ITERATIONS, REPEATS, EPS = 20, 7, 1e-6
 COLUMNS = {
@@ -37,8 +35,7 @@ COLUMNS = {
     "fused": "graphfuse: dispatch with the size table in force",
     "backend": "what served `fused`",
     "fi1": "FlashInfer one-shot as graphfuse launches it, without PDL",
-    "ref_copy": "the reference backend, copying x and reducing the copy in place",
-    "ref_scatter": "the reference backend, by reduce-scatter and all-gather",
+    "reference": "the reference backend alone, reducing in place as it may after a matrix product",
 }
 
 Body = Callable[[int], object]
@@ -112,15 +109,18 @@ def measure(group: dist.ProcessGroup, hidden_size: int, device: torch.device) ->
     rows: list[dict] = [{"tokens": tokens, "hidden": hidden_size} for tokens in TOKENS]
     buffers = {tokens: Buffers(tokens, hidden_size, device) for tokens in TOKENS}
 
-    def fused(tokens: int) -> float:
+    def dispatched(call: FusedCall) -> object:
+        return dispatch.run(call, group.group_name)
+
+    def fused(tokens: int, serve: Callable[[FusedCall], object] = dispatched) -> float:
         data = buffers[tokens]
 
         def body(iteration: int) -> object:
             index = iteration % data.count
-            call = FusedCall(data.source[index], data.residual[index], data.weight, EPS, 0.0, True)
-            return dispatch.run(call, group.group_name)
+            call = FusedCall(data.x[index], data.residual[index], data.weight, EPS, 0.0, True, x_is_dead=True)
+            return serve(call)
 
-        return microseconds(body, lambda: None, device)
+        return microseconds(body, data.refill, device)
 
     def unfused(tokens: int) -> float:
         data = buffers[tokens]
@@ -156,10 +156,7 @@ def measure(group: dist.ProcessGroup, hidden_size: int, device: torch.device) ->
     pool.release(group, dtype=DTYPE, hidden_size=hidden_size)
 
     for row in rows:
-        if row["tokens"] >= REFERENCE_TOKENS:
-            for column, limit in (("ref_copy", 1 << 62), ("ref_scatter", 0)):
-                with mock.patch.object(reference, "COPY_BYTES", limit):
-                    row[column] = fused(row["tokens"])
+        row["reference"] = fused(row["tokens"], lambda call: reference.run(call, group))
     return rows
 
 
@@ -177,7 +174,7 @@ def summarise(rows: list[dict]) -> dict:
 
 
 def show(rows: list[dict], summary: dict) -> None:
-    columns = ["tokens", "hidden", "nccl+norm", "fused", "backend", "fi1", "ref_copy", "ref_scatter"]
+    columns = ["tokens", "hidden", "nccl+norm", "fused", "backend", "fi1", "reference"]
     print(" ".join(f"{column:>11}" for column in [*columns, "speedup"]))
     for row in rows:
         cells = [row.get(column, "") for column in columns] + [f"{row['nccl+norm'] / row['fused']:.2f}x"]

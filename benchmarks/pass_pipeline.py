@@ -30,8 +30,12 @@ def model_of(num_layers: int, group):
     from graphfuse.models import registry
 
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=num_layers, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=96,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
     )
     return registry.build(config, group, torch.bfloat16, "meta")
 
@@ -55,13 +59,15 @@ def flat_passes(num_layers: int) -> dict:
     with fake_tp(2) as group:
         seconds = []
         for _ in range(REPEATS):
-            result = trace(
-                model_of(num_layers, group), torch.zeros(1, 8, dtype=torch.long, device="meta"), group
-            )
+            result = trace(model_of(num_layers, group), torch.zeros(1, 8, dtype=torch.long, device="meta"), group)
             seconds.append(result.report.seconds["passes"])
     nodes = len(result.before.graph.nodes)
-    return {"layers": num_layers, "nodes": nodes, "seconds": round(statistics.median(seconds), 3),
-            **result.report.totals}
+    return {
+        "layers": num_layers,
+        "nodes": nodes,
+        "seconds": round(statistics.median(seconds), 3),
+        **result.report.totals,
+    }
 
 
 def in_fresh_process(what: str, num_layers: int) -> dict:

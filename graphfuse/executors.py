@@ -21,7 +21,7 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 
 
 def resolve_executor(executor: str, device: torch.device) -> str:
-    """"auto" is Inductor on GPUs, and eager on the CPU, where a deep model must answer in seconds."""
+    """ "auto" is Inductor on GPUs, and eager on the CPU, where a deep model must answer in seconds."""
     if executor != "auto":
         return executor
     return "inductor" if device.type == "cuda" else "eager"

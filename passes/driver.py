@@ -147,9 +147,7 @@ class _Fate:
         if self.op is not None:
             return SiteReport(self.index, self.module, self.norm, FUSED, self.op, self.backends, (), True)
         declines = self.declines or [DeclineReport("rules", "no rule starts at this reduction")]
-        return SiteReport(
-            self.index, self.module, None, DECLINED, None, (), tuple(declines), residual=self.residual
-        )
+        return SiteReport(self.index, self.module, None, DECLINED, None, (), tuple(declines), residual=self.residual)
 
 
 def _meets_residual(node: Node) -> bool:

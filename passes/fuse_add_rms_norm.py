@@ -15,7 +15,16 @@ import torch
 from torch.fx import Graph, Node
 
 from graphfuse.ops import fused_all_reduce  # noqa: F401  (registers the op)
-from graphfuse.passes.graph_reading import aten, describe, is_call, readers, replay, same_shape, value
+from graphfuse.passes.graph_reading import (
+    aten,
+    describe,
+    is_call,
+    is_fresh_and_unshared,
+    readers,
+    replay,
+    same_shape,
+    value,
+)
 from graphfuse.passes.norm_site import emit, erase_reduction, norm_fits, require_norm
 from graphfuse.passes.reductions import Reduction, all_reduce, gate_allows, sum_over_compiled_group
 from graphfuse.passes.rms_norm import RMSNorm
@@ -101,12 +110,13 @@ def emit_fused(graph: Graph, site: Site, context: Context) -> None:
     reduction, norm, add = parts.reduction, parts.norm, parts.add
     example = value(add)
     assert example is not None and context.groups.name is not None
+    is_dead = is_fresh_and_unshared(reduction.partial, reduction.node)
     with graph.inserting_before(add):
         partial, residual = replay(parts.views, reduction.partial), parts.residual
         if parts.bias is not None:
             residual = graph.call_function(aten.add.Tensor, (residual, parts.bias))
             residual.meta = {**parts.residual.meta, "val": example}
-        args = (partial, residual, norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight)
+        args = (partial, residual, norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight, is_dead)
         normed, total = emit(
             graph, torch.ops.graphfuse.all_reduce_add_rms_norm.default, (*args, context.groups.name), example, add
         )

@@ -52,9 +52,7 @@ def emit_fused(graph: Graph, site: Site, context: Context) -> None:
     assert example is not None and context.groups.name is not None
     args = (reduction.partial, norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight, context.groups.name)
     with graph.inserting_before(reduction.node):
-        normed, reduced = emit(
-            graph, torch.ops.graphfuse.all_reduce_rms_norm.default, args, example, reduction.node
-        )
+        normed, reduced = emit(graph, torch.ops.graphfuse.all_reduce_rms_norm.default, args, example, reduction.node)
         output = replay(norm.views, normed)
     norm.output.replace_all_uses_with(output)
     reduction.wait.replace_all_uses_with(reduced)

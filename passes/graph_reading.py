@@ -113,6 +113,19 @@ def replay(views: tuple[Node, ...], start: Node) -> Node:
     return current
 
 
+def is_fresh_and_unshared(node: Node, reader: Node) -> bool:
+    """Whether a value is memory of its own, made by a matrix product or an expert layer, that `reader` alone reads.
+
+    Only ops that no later optimisation turns into a view of something else count.
+    """
+    while set(node.users) == {reader} and is_call(node, *VIEWS) and isinstance(node.args[0], Node):
+        node, reader = node.args[0], node
+    return set(node.users) == {reader} and (
+        is_call(node, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+        or (node.op == "call_function" and str(node.target).startswith("graphfuse.moe_experts"))
+    )
+
+
 def describe(node: Node) -> str:
     """An op's short name for reasons and reports: `mul`, `native_layer_norm`, `the graph's output`."""
     if node.op == "output":

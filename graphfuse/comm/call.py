@@ -28,6 +28,8 @@ class FusedCall:
     eps: float
     weight_bias: float = 0.0
     cast_before_weight: bool = True
+    x_is_dead: bool = False
+    """Nobody reads x after this call: a backend may use its memory."""
 
     @property
     def hidden_size(self) -> int:

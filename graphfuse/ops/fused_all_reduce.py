@@ -29,6 +29,7 @@ def all_reduce_add_rms_norm(
     eps: float,
     weight_bias: float,
     cast_before_weight: bool,
+    x_is_dead: bool,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     """Sum x [..., H] over a group, add the residual, normalise.
@@ -40,6 +41,9 @@ def all_reduce_add_rms_norm(
         eps: added to the mean of squares.
         weight_bias: added to the weight: 1.0 for Gemma and Qwen3-Next.
         cast_before_weight: where the model rounds; see the module's formula.
+        x_is_dead: a promise that nobody reads x afterwards, so that its memory may be used. The compiler passes give it
+            for the result of a matrix product with no other reader; it saves a copy of x at large sizes. Not declared
+            as a mutation, since the value is gone for everybody alike.
         group_name: name of the process group to sum over.
 
     Returns:
@@ -53,11 +57,11 @@ def all_reduce_add_rms_norm(
         raise ArgumentError(
             f"residual is {_show(residual)}, x is {_show(x)}. Both must have one shape, dtype and device."
         )
-    return _dispatch(x, residual, weight, eps, weight_bias, cast_before_weight, group_name)
+    return _dispatch(x, residual, weight, eps, weight_bias, cast_before_weight, x_is_dead, group_name)
 
 
 @all_reduce_add_rms_norm.register_fake
-def _(x, residual, weight, eps, weight_bias, cast_before_weight, group_name):  # type: ignore[no-untyped-def]
+def _(x, residual, weight, eps, weight_bias, cast_before_weight, x_is_dead, group_name):  # type: ignore[no-untyped-def]
     return _like(x), _like(x)
 
 
@@ -72,7 +76,7 @@ def all_reduce_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Sum x [..., H] over a group and normalise the sum. Returns (normed, sum). Arguments and errors as above."""
     _check(x, weight, group_name)
-    return _dispatch(x, None, weight, eps, weight_bias, cast_before_weight, group_name)
+    return _dispatch(x, None, weight, eps, weight_bias, cast_before_weight, False, group_name)
 
 
 @all_reduce_rms_norm.register_fake
@@ -91,6 +95,7 @@ def _dispatch(
     eps: float,
     weight_bias: float,
     cast_before_weight: bool,
+    x_is_dead: bool,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     from graphfuse.comm import dispatch
@@ -103,6 +108,7 @@ def _dispatch(
         eps=eps,
         weight_bias=weight_bias,
         cast_before_weight=cast_before_weight,
+        x_is_dead=x_is_dead,
     )
     return dispatch.run(call, group_name)
 

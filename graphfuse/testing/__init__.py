@@ -1,8 +1,8 @@
 """Golden-graph tests of passes and models: no GPU, no weights, one process.
 
-    with fake_tp(4) as group:
-        traced = trace(lambda: MyModel(group), torch.zeros(1, 8, dtype=torch.long), group)
-        assert_golden(traced.after, "tests/golden/my_model.txt")
+with fake_tp(4) as group:
+    traced = trace(lambda: MyModel(group), torch.zeros(1, 8, dtype=torch.long), group)
+    assert_golden(traced.after, "tests/golden/my_model.txt")
 """
 
 from graphfuse.testing.fake_tp import fake_tp

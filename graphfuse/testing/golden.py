@@ -67,12 +67,12 @@ def assert_golden(module: GraphModule, path: str | Path) -> None:
         path.write_text(text)
         return
     if not path.exists():
-        raise TraceMismatchError(f"There is no golden graph {path}. Run pytest --update-goldens, and read what it wrote.")
+        raise TraceMismatchError(
+            f"There is no golden graph {path}. Run pytest --update-goldens, and read what it wrote."
+        )
     expected = path.read_text()
     if text != expected:
-        diff = "".join(
-            difflib.unified_diff(expected.splitlines(True), text.splitlines(True), str(path), "this graph")
-        )
+        diff = "".join(difflib.unified_diff(expected.splitlines(True), text.splitlines(True), str(path), "this graph"))
         raise TraceMismatchError(f"The graph differs from the golden one (pytest --update-goldens accepts it):\n{diff}")
 
 

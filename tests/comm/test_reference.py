@@ -1,6 +1,7 @@
 """The reference backend: complete, rounded like the model's own code, equal on every rank, for any size of group."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from graphfuse.comm import dispatch
 from graphfuse.comm.call import FusedCall
-from graphfuse.comm.reference import add_rms_norm, reduce_by_shards, run
+from graphfuse.comm.reference import add_rms_norm, run
 
 
 def tensors(rank, shape, dtype):
@@ -98,19 +99,22 @@ def test_without_a_weight_the_bias_of_the_weight_is_not_used(ranks):
     torch.testing.assert_close(normed, summed * torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + 1e-5))
 
 
-def by_shards(group):
-    x, _, _ = tensors(dist.get_rank(group), (6, 32), torch.float32)
+def with_dead_x(group, with_residual):
+    x, residual, weight = tensors(dist.get_rank(group), (6, 32), torch.float32)
     before = x.clone()
-    reduced = reduce_by_shards(x, group)
-    expected = x.clone()
-    dist.all_reduce(expected, group=group)
-    return torch.equal(x, before), reduced, expected
+    call = FusedCall(x, residual if with_residual else None, weight, 1e-5)
+    alive = run(call, group)
+    unchanged = torch.equal(x, before)
+    dead = run(replace(call, x_is_dead=True), group)
+    return unchanged, [torch.equal(a, b) for a, b in zip(alive, dead, strict=True)], torch.equal(x, before)
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-def test_reducing_large_messages_by_shards_gives_the_same_sum(ranks, tp):
-    answers = ranks.run(tp, by_shards)
-    for unchanged, reduced, expected in answers:
-        assert unchanged
-        assert torch.equal(reduced, answers[0][1])
-        torch.testing.assert_close(reduced, expected, rtol=1e-6, atol=1e-6)
+def test_only_a_dead_input_is_reduced_in_place_and_the_results_are_the_same(ranks):
+    for unchanged, same, still in ranks.run(2, with_dead_x, True):
+        assert unchanged and all(same)
+        assert not still
+
+
+def test_without_a_residual_the_sum_is_a_result_of_its_own(ranks):
+    for unchanged, same, still in ranks.run(2, with_dead_x, False):
+        assert unchanged and all(same) and still

@@ -31,3 +31,11 @@ def test_ten_thousand_mixed_calls_and_a_failing_rank():
     assert result["ok"]
     assert result["eager_calls"] + result["replayed_calls"] >= 10_000
     assert result["replayed_calls"] > 1_000
+
+
+@pytest.mark.timeout(180)
+def test_compiled_models_are_served_by_flashinfer_and_as_exact_as_eager_ones():
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [*LAUNCH, str(Path(__file__).with_name("compiled_model.py"))]
+    child = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-6000:]
