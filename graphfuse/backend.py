@@ -41,7 +41,7 @@ from graphfuse.passes.groups import Groups
 from graphfuse.passes.outline import outline
 from graphfuse.passes.reductions import reductions
 from graphfuse.passes.rule import Context, Rule
-from graphfuse.report import DECLINED, Report
+from graphfuse.report import DECLINED, Report, SiteReport
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class Session:
             )
         return self._decisions[key]
 
-    def _prepare_workspaces(self, sites: Sequence[Any], device: torch.device) -> None:
+    def _prepare_workspaces(self, sites: Sequence[SiteReport], device: torch.device) -> None:
         """Make the comm backends of the sites just found ready, on every rank or on none."""
         if self._capture is not None or self.group is None or all(site.op is None for site in sites):
             return
@@ -178,11 +178,9 @@ class Session:
                 )
                 self._workspaces.append(held)
 
-    def _served(self, site: Any) -> tuple[dict, ...]:
-        if site.op is None or len(self._decisions) != 1:
-            return site.backends
-        (decision,) = self._decisions.values()
-        return tuple(decision.to_json()["ranges"])
+    def _served(self, site: SiteReport) -> tuple[dict, ...]:
+        """The size ranges in force, now that the workspaces were made, or were not."""
+        return tuple(self._decisions[site.served_as].to_json()["ranges"]) if site.served_as else ()
 
     def _gate_summary(self) -> dict[str, Any]:
         decisions = [

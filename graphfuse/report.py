@@ -26,8 +26,8 @@ class DeclineReport:
 
     rule: str
     reason: str
-    close: bool = False
-    """The rule saw the residual stream there, and failed on something else: the reason worth reading first."""
+    closeness: int = 0
+    """How far the rule got: 0 it found nothing of its pattern, 1 a part of it, 2 all of it, but may not rewrite it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class SiteReport:
     declines: tuple[DeclineReport, ...] = ()
     residual: bool = False
     """Whether the reduced value meets the residual stream: an add, or a norm."""
+    served_as: tuple[Any, int] | None = None
+    """(dtype, hidden size) under which the gate decided."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -58,8 +60,8 @@ class SiteReport:
     def outcome(self) -> str:
         """What happened, in one line."""
         if self.status == DECLINED:
-            close = [d for d in self.declines if d.close] or self.declines
-            return "; ".join(dict.fromkeys(d.reason for d in close))
+            closest = max(d.closeness for d in self.declines)
+            return "; ".join(dict.fromkeys(d.reason for d in self.declines if d.closeness == closest))
         return self.op or ""
 
 

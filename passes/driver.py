@@ -6,11 +6,13 @@ graph as it came in. Rewriting can be stopped after the n-th rewrite (fuel) to b
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import GraphModule, Node
 
 from graphfuse.config import FuseConfig
@@ -83,12 +85,14 @@ def run_passes(
     for rule in rules:
         started, matches, declines = time.perf_counter(), 0, 0
         for node in [n for n in graph.nodes if rule.anchor(n)]:
-            outcome = _try(rule, node, context, config, fuel)
+            if node._erased:  # by a rewrite of this rule, further up
+                continue
+            outcome, closeness = _try(rule, node, context, config, fuel)
             fate = fate_of.get(node)
             if isinstance(outcome, Decline):
                 declines += 1
                 if fate is not None:
-                    fate.declines.append(DeclineReport(rule.name, outcome.reason, outcome.residual))
+                    fate.declines.append(DeclineReport(rule.name, outcome.reason, closeness))
                     fate.residual = fate.residual or outcome.residual
                 continue
             norm = module_path(outcome.norm) if outcome.norm is not None else None
@@ -112,18 +116,17 @@ def run_passes(
     return result
 
 
-def _try(rule: Rule, node: Node, context: Context, config: FuseConfig, fuel: int | None) -> Site | Decline:
+def _try(rule: Rule, node: Node, context: Context, config: FuseConfig, fuel: int | None) -> tuple[Site | Decline, int]:
+    """What a rule says of an anchor, and how close it came (`DeclineReport.closeness`)."""
     if rule.tier is Tier.RELAXED and config.tier != "relaxed":
-        return Decline(f"the rule {rule.name} is a relaxed one (tier='relaxed' allows it)")
+        return Decline(f"the rule {rule.name} is a relaxed one (tier='relaxed' allows it)"), 0
     site = rule.match(node, context)
     if isinstance(site, Decline):
-        return site
+        return site, int(site.residual)
     refusal = rule.applies(site, context)
-    if refusal is not None:
-        return refusal
-    if fuel is not None and fuel <= 0:
-        return Decline("stopped by GRAPHFUSE_FUEL")
-    return site
+    if refusal is None and fuel is not None and fuel <= 0:
+        refusal = Decline("stopped by GRAPHFUSE_FUEL")
+    return (site if refusal is None else refusal), 2
 
 
 @dataclass
@@ -135,19 +138,20 @@ class _Fate:
     residual: bool
     norm: str | None = None
     op: str | None = None
+    served_as: tuple[torch.dtype, int] | None = None
     backends: tuple[dict, ...] = ()
     declines: list[DeclineReport] = field(default_factory=list)
 
     def fuse(self, site: Site, norm: str | None, context: Context) -> None:
-        decision = context.decide(site.dtype, site.hidden_size)
-        self.op, self.norm = site.op, norm
-        self.backends = tuple(decision.to_json()["ranges"])
+        self.op, self.norm, self.served_as = site.op, norm, (site.dtype, site.hidden_size)
+        self.backends = tuple(context.decide(*self.served_as).to_json()["ranges"])
 
     def report(self) -> SiteReport:
+        site = SiteReport(self.index, self.module, self.norm, FUSED, self.op, self.backends, (), True, self.served_as)
         if self.op is not None:
-            return SiteReport(self.index, self.module, self.norm, FUSED, self.op, self.backends, (), True)
+            return site
         declines = self.declines or [DeclineReport("rules", "no rule starts at this reduction")]
-        return SiteReport(self.index, self.module, None, DECLINED, None, (), tuple(declines), residual=self.residual)
+        return dataclasses.replace(site, status=DECLINED, declines=tuple(declines), residual=self.residual)
 
 
 def _meets_residual(node: Node) -> bool:

@@ -72,7 +72,7 @@ def gate_allows(reduction: Reduction, context: Context) -> Decline | None:
     decision = context.decide(reduction.dtype, reduction.hidden_size)
     if decision.allowed:
         return None
-    return Decline("; ".join(decision.reasons), residual=True)
+    return Decline(" ".join(decision.reasons), residual=True)
 
 
 def _name(dtype: torch.dtype) -> str:
