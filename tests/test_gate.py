@@ -34,7 +34,7 @@ def test_two_h200_follow_the_measured_table():
     decision = gate()
     assert decision.allowed
     assert decision.table == "device_name=NVIDIA_H200,tp=2.json"
-    assert decision.ranges == (SizeRange(1024 * 4096 * 2, "flashinfer", "oneshot"), SizeRange(None, "reference"))
+    assert decision.ranges == (SizeRange(2048 * 4096 * 2, "flashinfer", "oneshot"), SizeRange(None, "reference"))
     assert decision.reasons == ()
 
 
@@ -177,7 +177,7 @@ def test_a_decision_is_plain_json():
     assert gate().to_json() == {
         "allowed": True,
         "ranges": [
-            {"max_bytes": 8388608, "backend": "flashinfer", "variant": "oneshot"},
+            {"max_bytes": 16777216, "backend": "flashinfer", "variant": "oneshot"},
             {"max_bytes": None, "backend": "reference", "variant": None},
         ],
         "reasons": [],

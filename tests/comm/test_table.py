@@ -43,8 +43,8 @@ def test_a_shipped_table_takes_flashinfer_only_where_it_was_measured_faster_than
 
 def test_the_table_of_two_h200_is_what_the_script_makes_of_the_measurements():
     script = maker()
-    sources = sorted((ROOT / "benchmarks/results").glob("allreduce_norm_h200x2_*.json"))
-    table = script.make_table(sources, "NVIDIA H200", 2, 1024, "18 NVLinks a GPU, a peer copy reaches 392 GB/s")
+    sources = sorted((ROOT / "benchmarks/results").glob("allreduce_fused_vs_unfused_h200x2.json"))
+    table = script.make_table(sources, "NVIDIA H200", 2, 2048, "18 NVLinks a GPU, a peer copy reaches 392 GB/s")
     assert script.to_text(table) == H200_X2.read_text()
 
 
@@ -61,7 +61,7 @@ def test_the_script_stops_at_the_first_size_where_flashinfer_loses():
         paying_tokens([row(1, 10, 5), row(1, 10, 6)], 1024)
 
 
-CLASSES = [(1024, 2048), (2048, 1024), (2880, 1456), (4096, 1024), (7168, 1024)]
+CLASSES = [(1024, 4096), (2048, 2048), (2880, 2912), (4096, 2048), (7168, 2048)]
 
 
 @pytest.mark.parametrize(("hidden_size", "tokens"), CLASSES)
