@@ -63,6 +63,18 @@ def test_tokens_on_two_ranks_are_those_of_transformers(graphfuse, smollm2, tmp_p
         ).to(device)
         output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
         expected = output[0, inputs["input_ids"].shape[1] :].tolist()
-        assert line["token_ids"] == expected
+        if line["token_ids"] != expected:
+            assert dtype == "bfloat16", "in float32 every token is the same"
+            assert_next_best_within_rounding(model, inputs["input_ids"], expected, line["token_ids"])
+            continue
         assert line["text"] == tokenizer.decode(expected, skip_special_tokens=True)
     assert lines[0]["text"] == "The capital of France is Paris."
+
+
+def assert_next_best_within_rounding(model, prompt, expected, found):
+    """Where greedy texts part, the two tokens' logits must be equal within what bfloat16 tells apart (8 bits)."""
+    at = next(i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b)
+    prefix = torch.tensor([expected[:at]], device=prompt.device, dtype=prompt.dtype)
+    logits = model(torch.cat([prompt, prefix], 1)).logits[0, -1].float()
+    gap = (logits[expected[at]] - logits[found[at]]).abs()
+    assert gap <= 2**-6 * logits.abs().max(), f"token {at}: {gap=}"
