@@ -1,7 +1,8 @@
 """Turns measurements of fused and unfused all-reduce + add + RMSNorm into a size table under configs/allreduce/.
 
     python benchmarks/make_allreduce_table.py --device-name "NVIDIA H200" --world-size 2 --max-tokens 2048 \
-        --link "18 NVLinks a GPU, a peer copy reaches 392 GB/s" benchmarks/results/allreduce_fused_vs_unfused_h200x2.json
+        --link "18 NVLinks a GPU, a peer copy reaches 392 GB/s" \
+        benchmarks/results/allreduce_fused_vs_unfused_h200x2.json
 
 For each measured hidden size, FlashInfer one-shot serves messages up to the largest token count, at most --max-tokens,
 up to which it beat the unfused pair at *every* measured size; the reference backend serves the rest. --max-tokens

@@ -320,9 +320,8 @@ def _moe_layers(module: GraphModule) -> list[dict[str, Any]]:
 
 def _copy(module: GraphModule) -> GraphModule:
     graph = torch.fx.Graph()
-    result = graph.graph_copy(module.graph, {}, return_output_node=True)
-    assert result is not None
-    output, old = result
+    copied: Any = graph.graph_copy(module.graph, {}, return_output_node=True)
+    output, old = copied
     graph.output(output).meta = dict(old.meta)
     with _use_lazy_graph_module(True):  # read, hardly ever run
         return _make_graph_module(module, graph)

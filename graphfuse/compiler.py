@@ -165,7 +165,7 @@ class CompiledModel(nn.Module):
                 self._session = self._new_session()
             self._token_dims.unmark(arguments)
             self._token_dims.mark(arguments, marking)
-            options = {"guard_filter_fn": without_forward_guards} if as_regions else None
+            options: dict[str, Any] | None = {"guard_filter_fn": without_forward_guards} if as_regions else None
             compiled = torch.compile(_own_code(self._orig_mod), backend=self._session, fullgraph=True, options=options)
             try:
                 if as_regions:

@@ -52,5 +52,5 @@ def explain_checkpoint(
         model = registry.build(model_config, group if tp > 1 else None, dtype, "meta")
         ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
         report = trace(model, (ids,), group, config=config or FuseConfig(), facts=described).report
-    kept = {key: report.seconds[key] for key in ("trace", "passes") if key in report.seconds}
+    kept: dict[str, float] = {key: report.seconds[key] for key in ("trace", "passes") if key in report.seconds}
     return dataclasses.replace(report, seconds=kept)

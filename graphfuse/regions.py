@@ -64,14 +64,14 @@ def marked_regions(model: nn.Module) -> Iterator[None]:
         for cls in repeated_layer_classes(model):
             own = cls.__dict__.get("forward")
             patched.append((cls, own))
-            cls.forward = torch.compiler.nested_compile_region(cls.forward)  # type: ignore[method-assign]
+            cls.forward = torch.compiler.nested_compile_region(cls.forward)
         yield
     finally:
         for cls, own in patched:
             if own is None:
                 del cls.forward
             else:
-                cls.forward = own  # type: ignore[method-assign]
+                cls.forward = own
 
 
 def without_forward_guards(guards: Sequence[Any]) -> list[bool]:
@@ -89,7 +89,7 @@ def _regions(tensors: Sequence[Tensor], sizes: Sequence[int], key: int) -> list[
 
 
 @_regions.register_fake
-def _(tensors, sizes, key):  # type: ignore[no-untyped-def]
+def _(tensors, sizes, key):
     outputs = OPEN_CHAINS[key].calls[-1].region.outputs
     return [
         torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
@@ -200,7 +200,7 @@ def seal(module: GraphModule) -> Sealed:
     sealed = Sealed()
     regions: dict[str, Region] = {}
     for node in calls:
-        name = str(node.args[0].target)
+        name = _subgraph_name(node)
         if name not in regions:
             regions[name] = _region_of(module, node)
             sealed.regions.append(regions[name])
@@ -208,7 +208,7 @@ def seal(module: GraphModule) -> Sealed:
         chain = Chain()
         for node in chain_nodes:
             operands = [chain.operand(o) for o in node.args[2:]]
-            chain.calls.append(Call(regions[str(node.args[0].target)], operands, node.meta.get("nn_module_stack")))
+            chain.calls.append(Call(regions[_subgraph_name(node)], operands, node.meta.get("nn_module_stack")))
             chain.nodes.append(node)
         key = next(_KEYS)
         OPEN_CHAINS[key] = chain
@@ -217,6 +217,10 @@ def seal(module: GraphModule) -> Sealed:
     if calls:
         module.recompile()
     return sealed
+
+
+def _subgraph_name(call: Node) -> str:
+    return str(call.args[0].target)  # type: ignore[union-attr]
 
 
 def _region_of(module: GraphModule, call: Node) -> Region:
@@ -238,7 +242,7 @@ def _read_sizes_elsewhere(graph: Graph, call: Node) -> None:
     let their readers ask that one, so that calls hand on nothing but tensors."""
     outputs = call.meta["example_value"]
     for item in list(call.users):
-        size = outputs[item.args[1]] if item.target is operator.getitem else None  # type: ignore[index]
+        size = outputs[item.args[1]] if item.target is operator.getitem else None
         if not item.users or not isinstance(size, torch.SymInt):
             continue
         found = _dimension_of_size(graph, call, size)

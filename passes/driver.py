@@ -88,19 +88,19 @@ def run_passes(
             if node._erased:  # by a rewrite of this rule, further up
                 continue
             outcome, closeness = _try(rule, node, context, config, fuel)
-            fate = fate_of.get(node)
+            reduction_fate = fate_of.get(node)
             if isinstance(outcome, Decline):
                 declines += 1
-                if fate is not None:
-                    fate.declines.append(DeclineReport(rule.name, outcome.reason, closeness))
-                    fate.residual = fate.residual or outcome.residual
+                if reduction_fate is not None:
+                    reduction_fate.declines.append(DeclineReport(rule.name, outcome.reason, closeness))
+                    reduction_fate.residual = reduction_fate.residual or outcome.residual
                 continue
             norm = module_path(outcome.norm) if outcome.norm is not None else None
             rule.rewrite(graph, outcome, context)
             matches += 1
             fuel = None if fuel is None else fuel - 1
-            if fate is not None:
-                fate.fuse(outcome, norm, context)
+            if reduction_fate is not None:
+                reduction_fate.fuse(outcome, norm, context)
         graph.eliminate_dead_code()
         seconds = time.perf_counter() - started
         result.rules[rule.name] = {"matches": matches, "declines": declines, "seconds": round(seconds, 4)}

@@ -51,7 +51,7 @@ def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_dim(x: object, y: object) -> bool:
-    return bool(statically_known_true(x == y))  # type: ignore[arg-type]
+    return bool(statically_known_true(x == y))
 
 
 def keeps_rows(node: Node) -> bool:

@@ -186,7 +186,7 @@ def _outline_chunks(module: GraphModule, chunks: list[list[Node]], name: str) ->
                 item = graph.call_function(operator.getitem, (call, i))
                 item.meta = dict(result.meta)
                 inside = set(chunk)
-                result.replace_all_uses_with(item, delete_user_cb=lambda user, inside=inside: user not in inside)
+                result.replace_all_uses_with(item, delete_user_cb=lambda user, inside=inside: user not in inside)  # type: ignore[misc]
         for node in reversed(chunk):
             graph.erase_node(node)
 

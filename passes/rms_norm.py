@@ -112,7 +112,7 @@ def _by_structure(step: Step, square: Node) -> RMSNorm | NearMiss | None:
 
 def _is_square(node: Node, x: Node) -> bool:
     if is_call(node, aten.pow.Tensor_Scalar):
-        return node.args[0] is x and node.args[1] == 2
+        return bool(node.args[0] is x and node.args[1] == 2)
     if is_call(node, aten.square.default):
         return node.args[0] is x
     return is_call(node, aten.mul.Tensor) and node.args[0] is x and node.args[1] is x

@@ -61,7 +61,7 @@ def all_reduce_add_rms_norm(
 
 
 @all_reduce_add_rms_norm.register_fake
-def _(x, residual, weight, eps, weight_bias, cast_before_weight, x_is_dead, group_name):  # type: ignore[no-untyped-def]
+def _(x, residual, weight, eps, weight_bias, cast_before_weight, x_is_dead, group_name):
     return _like(x), _like(x)
 
 
@@ -80,7 +80,7 @@ def all_reduce_rms_norm(
 
 
 @all_reduce_rms_norm.register_fake
-def _(x, weight, eps, weight_bias, cast_before_weight, group_name):  # type: ignore[no-untyped-def]
+def _(x, weight, eps, weight_bias, cast_before_weight, group_name):
     return _like(x), _like(x)
 
 

@@ -6,6 +6,7 @@ the kernel itself is tested in tests/gpu.
 
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,8 @@ def workspace_on_the_cpu(group, max_tokens=4):
     sys.modules.update({"flashinfer": package, "flashinfer.comm": module})
     device = torch.device("cpu")
     request = WorkspaceRequest(group, torch.bfloat16, HIDDEN, max_tokens * HIDDEN * 2 + 100, device)
-    real_guard, torch.cuda.device = torch.cuda.device, lambda _: torch.no_grad()
+    real_guard: Any = torch.cuda.device
+    torch.cuda.device = lambda _: torch.no_grad()  # type: ignore
     try:
         workspace = FlashInferBackend().create(request, control_channel(group))
     finally:

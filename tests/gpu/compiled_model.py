@@ -30,7 +30,7 @@ LLAMA = LlamaConfig(
     vocab_size=32000,
     max_position_embeddings=4096,
 )
-QWEN3_MOE = Qwen3MoeConfig(
+QWEN3_MOE = Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim
     hidden_size=2048,
     intermediate_size=4096,
     moe_intermediate_size=768,

@@ -50,7 +50,7 @@ def config(family: str) -> PretrainedConfig:
             max_window_layers=2, **COMMON,
         )  # fmt: skip
     if family == "qwen3_moe":  # layer 1 is dense
-        return Qwen3MoeConfig(
+        return Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim
             hidden_size=32, intermediate_size=44, num_attention_heads=4, num_key_value_heads=1, head_dim=8,
             vocab_size=63, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=10, norm_topk_prob=True,
             mlp_only_layers=[1], **COMMON,
