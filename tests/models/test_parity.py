@@ -10,7 +10,12 @@ import pytest
 from tests.models.parity import TOLERANCE, compare, compiled, identity
 
 FAMILIES = ["llama", "mistral", "qwen3", "qwen3_moe"]
-WRAPS = [identity, compiled]
+SLOW = pytest.mark.slow
+# Compiling takes seconds a case: by default each family at two ranks, the rest with -m slow.
+CASES = [(family, tp, identity) for family in FAMILIES for tp in (1, 2, 3, 4)] + [
+    pytest.param(family, tp, compiled, marks=() if tp == 2 else SLOW) for family in FAMILIES for tp in (1, 2, 3, 4)
+]
+WRAPS = [identity, pytest.param(compiled, marks=SLOW)]
 
 EVERYWHERE = [
     "gamma_ignored",
@@ -37,9 +42,7 @@ BROKEN = [(family, part) for part in EVERYWHERE for family in ("llama", "qwen3_m
 ]
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "tp", "wrap"), CASES)
 def test_logits_equal_transformers(ranks, tiny_checkpoint, family, tp, wrap):
     found = compare(ranks, tiny_checkpoint(family), tp, wrap)
     assert found.plain < TOLERANCE
