@@ -26,6 +26,7 @@ from graphfuse.passes.graph_reading import (
     value,
 )
 from graphfuse.passes.norm_site import emit, erase_reduction, norm_fits, require_norm
+from graphfuse.passes.norm_weight import bring_before
 from graphfuse.passes.reductions import Reduction, all_reduce, gate_allows, sum_over_compiled_group
 from graphfuse.passes.rms_norm import RMSNorm
 from graphfuse.passes.rule import Context, Decline, Rule, Site
@@ -92,13 +93,13 @@ def _bias(add: Node, reduced: Node) -> Node | None:
 
 def applies(site: Site, context: Context) -> Decline | None:
     parts: _Parts = site.parts
-    reduced, residual, total = value(parts.add.all_input_nodes[0]), value(parts.residual), value(parts.add)
-    shaped = value(parts.views[-1] if parts.views else parts.reduction.reduced)
-    if reduced is None or residual is None or total is None or shaped is None:
+    reduced = value(parts.views[-1] if parts.views else parts.reduction.reduced)
+    residual, total = value(parts.residual), value(parts.add)
+    if reduced is None or residual is None or total is None:
         return Decline("the shape of the residual is not known", residual=True)
     if residual.dtype != site.dtype or total.dtype != site.dtype:
         return Decline(f"the residual is {residual.dtype}, the reduced value {site.dtype}", residual=True)
-    if not same_shape(residual, shaped):
+    if not same_shape(residual, reduced):
         return Decline("the residual is broadcast to the shape of the reduced value", residual=True)
     if total.shape[-1] != site.hidden_size:
         return Decline("views between the reduction and the add change the last dimension", residual=True)
@@ -111,6 +112,8 @@ def emit_fused(graph: Graph, site: Site, context: Context) -> None:
     example = value(add)
     assert example is not None and context.groups.name is not None
     is_dead = is_fresh_and_unshared(reduction.partial, reduction.node)
+    if norm.weight is not None:
+        bring_before(norm.weight, add)
     with graph.inserting_before(add):
         partial, residual = replay(parts.views, reduction.partial), parts.residual
         if parts.bias is not None:
@@ -120,6 +123,7 @@ def emit_fused(graph: Graph, site: Site, context: Context) -> None:
         normed, total = emit(
             graph, torch.ops.graphfuse.all_reduce_add_rms_norm.default, (*args, context.groups.name), example, add
         )
+    with graph.inserting_before(norm.output):  # sizes that views ask for may be computed behind the add
         output = replay(norm.views, normed)
     norm.output.replace_all_uses_with(output)
     add.replace_all_uses_with(total)

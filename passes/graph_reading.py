@@ -54,6 +54,14 @@ def same_dim(x: object, y: object) -> bool:
     return bool(statically_known_true(x == y))
 
 
+def widens(cast: Node) -> bool:
+    """Whether a cast gives a dtype that holds every value of the one before, so that it rounds nothing."""
+    before, after = value(cast.args[0]), value(cast)
+    if before is None or after is None:
+        return False
+    return torch.promote_types(before.dtype, after.dtype) == after.dtype
+
+
 def keeps_rows(node: Node) -> bool:
     """Whether a view keeps the last dimension and the number of elements, so that rows stay rows."""
     before, after = value(node.args[0]), value(node)
@@ -80,6 +88,8 @@ class Step:
             return replace(self, node=user, views=(*self.views, user))
         if user.target in CASTS and user.args[0] is self.node:
             before, after = value(self.node), value(user)
+            if before is not None and after is not None and before.device != after.device:
+                return None
             changes = before is None or after is None or before.dtype != after.dtype
             return replace(self, node=user, casts=(*self.casts, user) if changes else self.casts)
         if user.target in COPIES and len(user.args) > 1 and user.args[1] is self.node:
@@ -105,11 +115,16 @@ def readers(start: Node) -> list[tuple[Step, Node]]:
 
 
 def replay(views: tuple[Node, ...], start: Node) -> Node:
-    """Apply recorded views to another value, at the graph's insertion point."""
+    """Apply recorded views to another value, at the graph's insertion point.
+
+    A `view` becomes a `reshape`: the other value may have strides that no view of it fits.
+    """
     current = start
     for view in views:
         graph, previous = start.graph, current
         current = graph.node_copy(view, lambda n, p=previous, v=view: p if n is v.args[0] else n)  # type: ignore[misc]
+        if is_call(current, aten.view.default, aten._unsafe_view.default):
+            current.target = aten.reshape.default
     return current
 
 

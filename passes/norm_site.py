@@ -7,9 +7,11 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from graphfuse.passes.graph_reading import describe, readers, value
+from graphfuse.passes.graph_reading import describe, readers, same_dim, value
+from graphfuse.passes.norm_weight import comes_from_inputs
+from graphfuse.passes.reciprocal_root import NearMiss
 from graphfuse.passes.reductions import Reduction
-from graphfuse.passes.rms_norm import NearMiss, RMSNorm, find_rms_norm
+from graphfuse.passes.rms_norm import RMSNorm, find_rms_norm
 from graphfuse.passes.rule import Decline
 
 _PLACE = ("nn_module_stack", "stack_trace", "graphfuse_path")
@@ -36,11 +38,11 @@ def norm_fits(norm: RMSNorm, reduction: Reduction) -> Decline | None:
     if norm.weight is None:
         return None
     weight = value(norm.weight)
-    if weight is None or weight.dim() != 1:
-        return Decline("the norm's weight is not a vector", residual=True)
+    if weight is None or weight.dim() != 1 or not same_dim(weight.shape[0], reduction.hidden_size):
+        return Decline("the norm's weight is not a vector as long as the last dimension", residual=True)
     if weight.dtype != dtype:
         return Decline(f"{_short(weight.dtype)} weight with {_short(dtype)} activations", residual=True)
-    if norm.weight.op != "placeholder" and norm.weight.op != "get_attr" and norm.weight > reduction.node:
+    if norm.weight > reduction.node and not comes_from_inputs(norm.weight):
         return Decline("the norm's weight is computed after the reduction", residual=True)
     return None
 
@@ -48,7 +50,8 @@ def norm_fits(norm: RMSNorm, reduction: Reduction) -> Decline | None:
 def emit(graph: Graph, op: object, args: tuple, example: torch.Tensor, origin: Node) -> tuple[Node, Node]:
     """Insert a fused op with two results shaped like `example`; returns the nodes of the results."""
     place = {key: origin.meta[key] for key in _PLACE if key in origin.meta}
-    fakes = (torch.empty_like(example), torch.empty_like(example))
+    contiguous = torch.empty_like(example, memory_format=torch.contiguous_format)
+    fakes = (contiguous, torch.empty_like(contiguous))
     call = graph.call_function(op, args)  # type: ignore[arg-type]
     call.meta = {**place, "val": fakes}
     results = []

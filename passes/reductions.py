@@ -58,6 +58,8 @@ def sum_over_compiled_group(node: Node, context: Context) -> Reduction | Decline
     x = value(node)
     if x is None or not isinstance(partial, Node):
         return Decline("the shape of the reduced value is not known")
+    if node.target is c10d.all_reduce_.default and len(partial.users) > 1:
+        return Decline("it reduces in place, and the input is read elsewhere")
     if x.dim() == 0:
         return Decline("it reduces a scalar")
     if not isinstance(x.shape[-1], int):

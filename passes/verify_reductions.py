@@ -25,13 +25,27 @@ def ledger(graph: Graph, groups: Groups, reducing_ops: Collection[object] = ()) 
     """Every reduction of a graph as (name of its partial sum, reduce op, ranks), counted."""
     entries: Ledger = Counter()
     for node in reductions(graph):
-        name = str(node.args[2])
-        ranks = group_ranks(name) or (groups.ranks if name == groups.name else ())
-        entries[_source(node.args[0]), str(node.args[1]), tuple(sorted(ranks))] += 1
+        entries[_source(node.args[0]), str(node.args[1]), _ranks(str(node.args[2]), groups)] += 1
     for node in graph.nodes:
         if is_call(node, *reducing_ops):
-            entries[_source(node.args[0]), "sum", tuple(sorted(groups.ranks))] += 1
+            entries[_source(node.args[0]), "sum", _ranks(_group_argument(node), groups)] += 1
     return entries
+
+
+def _ranks(name: str | None, groups: Groups) -> tuple[int, ...]:
+    if name is None or name == groups.name:
+        return tuple(sorted(groups.ranks))
+    return tuple(sorted(group_ranks(name) or ()))
+
+
+def _group_argument(node: Node) -> str | None:
+    """What a fused op was given as `group_name`; None when it has no such argument."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    if "group_name" not in names:
+        return None
+    index = names.index("group_name")
+    return str(node.args[index] if index < len(node.args) else node.kwargs.get("group_name"))
 
 
 def verify_reductions(graph: Graph, before: Ledger, groups: Groups, rules: Collection[Rule]) -> None:
