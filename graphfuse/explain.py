@@ -1,18 +1,22 @@
 """What would become of a checkpoint's reductions on some host: traced from its config, without weights, GPU or ranks.
 
 The model is built on the "meta" device in a fake group of any size and traced as `graphfuse.compile` would; the gate is
-asked with the facts of a described host, or of this one.
+asked with the facts of a described host, or of this one. A family that graphfuse has no definition of is explained as
+transformers' model, sharded by transformers' own plan.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from graphfuse.config import FuseConfig
-from graphfuse.errors import CheckpointError, ConfigError
+from graphfuse.errors import CheckpointError, ConfigError, UnsupportedModelError
 from graphfuse.facts import Facts
 from graphfuse.report import Report
 from graphfuse.testing import fake_tp, trace
@@ -36,8 +40,6 @@ def explain_checkpoint(
     """
     from transformers import AutoConfig
 
-    from graphfuse.models import registry
-
     if tp < 1:
         raise ConfigError(f"tp={tp} is no number of ranks. Give 1 or more.")
     try:
@@ -47,10 +49,40 @@ def explain_checkpoint(
     if facts is not None and not isinstance(facts, Facts):
         facts = Facts.from_json(Path(facts))
     described = facts.for_world_size(tp) if facts is not None else None
-    dtype = getattr(model_config, "dtype", None) or torch.bfloat16
+    ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
     with fake_tp(tp) as group:
-        model = registry.build(model_config, group if tp > 1 else None, dtype, "meta")
-        ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
-        report = trace(model, (ids,), group, config=config or FuseConfig(), facts=described).report
-    kept: dict[str, float] = {key: report.seconds[key] for key in ("trace", "passes") if key in report.seconds}
-    return dataclasses.replace(report, seconds=kept)
+        model, inputs = _model_of(model_config, group, ids)
+        return trace(model, inputs, group, config=config or FuseConfig(), facts=described).report
+
+
+def _model_of(config: Any, group: ProcessGroup, ids: torch.Tensor) -> tuple[nn.Module, Any]:
+    """graphfuse's model of a config, or transformers', on "meta", and the arguments of its forward."""
+    from graphfuse.models import registry
+
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    try:
+        registry.resolve(config)
+    except UnsupportedModelError as unsupported:
+        return _sharded_by_transformers(config, group, dtype, unsupported), {"input_ids": ids, "use_cache": False}
+    return registry.build(config, group if group.size() > 1 else None, dtype, "meta"), (ids,)
+
+
+def _sharded_by_transformers(
+    config: Any, group: ProcessGroup, dtype: torch.dtype, unsupported: UnsupportedModelError
+) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if group.size() == 1:
+            return model
+        plan, *_ = model._resolve_parallel_plans(DistributedConfig(tp_size=group.size()))
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+        return apply_tensor_parallelism(model, mesh, plan)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"{unsupported} transformers cannot shard its model over {group.size()} ranks either: {error}"
+        ) from error

@@ -33,6 +33,11 @@ def compiled(model: nn.Module, group: Any) -> nn.Module:
     return graphfuse.compile(model.requires_grad_(False), group, config=config)
 
 
+def compiled_as_it_is(model: nn.Module, group: Any) -> nn.Module:
+    """Compiled by graphfuse; what a broken model's reductions have become is not asked."""
+    return graphfuse.compile(model.requires_grad_(False), group)
+
+
 def rank_logits(group: Any, path: Path, batch: Batch, wrap: Wrap, break_it: str | None) -> dict[str, Tensor]:
     """Task of one rank: logits without cache, and with cache for each prompt's last token and each decoded one."""
     model = load(path, group)

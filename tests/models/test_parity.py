@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.models.parity import TOLERANCE, compare, compiled, identity
+from tests.models.parity import TOLERANCE, compare, compiled, compiled_as_it_is, identity
 
 FAMILIES = ["llama", "mistral", "qwen3", "qwen3_moe"]
 SLOW = pytest.mark.slow
@@ -15,7 +15,7 @@ SLOW = pytest.mark.slow
 CASES = [(family, tp, identity) for family in FAMILIES for tp in (1, 2, 3, 4)] + [
     pytest.param(family, tp, compiled, marks=() if tp == 2 else SLOW) for family in FAMILIES for tp in (1, 2, 3, 4)
 ]
-WRAPS = [identity, pytest.param(compiled, marks=SLOW)]
+WRAPS = [identity, pytest.param(compiled_as_it_is, marks=SLOW)]
 
 EVERYWHERE = [
     "gamma_ignored",
