@@ -6,6 +6,8 @@ the name map is the module tree itself; modules made of several checkpoint tenso
 
 from __future__ import annotations
 
+import abc
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from graphfuse.models.sharding import TensorParallel, attention_heads
 from graphfuse.weights.plan import TensorPlan
 
 
-class CausalLM(nn.Module):
+class CausalLM(nn.Module, abc.ABC):
     """A decoder-only language model on one rank of a tensor-parallel group.
 
     Attributes: `config`, `tp_group` (None on one rank), `num_layers`, `layers`.
@@ -50,9 +52,9 @@ class CausalLM(nn.Module):
         )
         self.eval()
 
+    @abc.abstractmethod
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:
         """The index-th decoder layer: (x [T, H], cos, sin, positions, k_cache, v_cache) → [T, H]."""
-        raise NotImplementedError
 
     def forward(
         self,
