@@ -1,0 +1,140 @@
+"""README.md is true: its code runs, its figures are those of the measurement, its tables are complete."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphfuse.errors import TraceMismatchError
+from graphfuse.testing.golden import set_update
+from tests.documents import ROOT, run
+from tests.generation.conftest import checkpoint  # noqa: F401  (the tiny Llama)
+
+README = (ROOT / "README.md").read_text()
+MEASURED = ROOT / "benchmarks" / "results" / "allreduce_fused_vs_unfused_h200x2.json"
+UNFUSED = "nccl+norm"
+PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+SCRIPT, GENERATE, TEST = PYTHON
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "dtype": "bfloat16",
+}
+
+
+def test_the_script_runs_on_two_ranks(checkpoint, tmp_path):  # noqa: F811
+    script = (SCRIPT + GENERATE).replace("path/to/checkpoint", str(checkpoint))
+    (tmp_path / "script.py").write_text(script)
+    output = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "script.py", folder=tmp_path)
+    assert output.count("5 all-reduces: 5 fused") == 2  # once a rank
+    assert output.count("length") + output.count("stop") == 4  # two prompts a rank
+
+
+def test_the_test_of_a_model_passes_and_notices_another_graph(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {}
+    exec(TEST, namespace)
+    test = namespace["test_every_reduction_is_fused"]
+    set_update(True)  # as pytest --update-goldens
+    try:
+        test()
+    finally:
+        set_update(False)
+    test()
+    golden = tmp_path / "golden" / "llama.txt"
+    golden.write_text(golden.read_text().replace("all_reduce_rms_norm", "all_reduce"))
+    with pytest.raises(TraceMismatchError, match="differs from the golden one") as failure:
+        test()
+    assert len(re.findall(r"^-%", str(failure.value), re.MULTILINE)) == 1, "this line, and no other"
+
+
+def test_the_report_shown_is_what_explain_prints(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    facts = ROOT / "configs" / "facts" / "h200_x2.json"
+    command = ("-m", "graphfuse.cli.main", "explain", "--model", tmp_path, "--tp", 2, "--device-facts", facts)
+    printed = {line.rstrip().replace("┃", "│") for line in run(sys.executable, *command, folder=tmp_path).splitlines()}
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert [line for line in shown.splitlines() if line not in printed] == ["…"]
+
+
+def measured_table() -> str:
+    """The table of README.md, from the measurement. `python -m tests.test_readme` writes it there."""
+    data = json.loads(MEASURED.read_text())
+    cells = {(row["tokens"], row["hidden"]): row for row in data["rows"]}
+    widths = sorted({hidden for _, hidden in cells})
+    lines = ["| tokens | served by | " + " | ".join(f"hidden {hidden:,}" for hidden in widths) + " |"]
+    lines.append("|---" * (2 + len(widths)) + "|")
+    for tokens in sorted({tokens for tokens, _ in cells}):
+        rows = [cells[tokens, hidden] for hidden in widths]
+        backend = ", ".join(dict.fromkeys(row["backend"] for row in rows))
+        line = [f"{r[UNFUSED]:.1f} → {r['fused']:.1f} ({r[UNFUSED] / r['fused']:.2f}x)" for r in rows]
+        lines.append(f"| {tokens:,} | {backend} | " + " | ".join(line) + " |")
+    return "\n".join([*lines, "", textwrap.fill(in_words(data), 118)])
+
+
+def in_words(data: dict[str, Any]) -> str:
+    """What the figures come to."""
+    served: dict[str, list[float]] = {"flashinfer": [], "reference": []}
+    for row in data["rows"]:
+        served[row["backend"]].append(row[UNFUSED] / row["fused"])
+    limit = max(row["tokens"] for row in data["rows"] if row["backend"] == "flashinfer")
+    unused = [r for r in data["rows"] if r["backend"] == "reference" and r.get("fi1", r[UNFUSED]) < r[UNFUSED]]
+    text = (
+        f"Up to {limit:,} tokens FlashInfer served, {min(served['flashinfer']):.1f} to {max(served['flashinfer']):.1f} "
+        "times as fast. Above, the reference served (NCCL, then one Triton kernel), which is no faster than unfused: "
+        f"{min(served['reference']):.3f} to {max(served['reference']):.3f}. "
+    )
+    if unused:
+        ratios = [row[UNFUSED] / row["fi1"] for row in unused]
+        text += (
+            f"The size table made from this run lets FlashInfer serve {max(r['tokens'] for r in unused):,} tokens too, "
+            f"where it alone was {min(ratios):.2f} to {max(ratios):.2f} times as fast. "
+        )
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    return f"{text}One run, {data['date']}; {versions}. Other hosts and whole models have not been measured."
+
+
+MARKED = re.compile(r"(<!-- measured: \S+ -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_measured_table(text: str) -> str:
+    return MARKED.sub(lambda m: f"{m[1]}{measured_table()}\n{m[2]}", text)
+
+
+def test_the_figures_are_those_of_the_measurement():
+    assert with_measured_table(README) == README, "run python -m tests.test_readme"
+
+
+def test_every_environment_variable_is_listed():
+    from graphfuse.probe import MULTICAST_SWITCHES
+
+    pattern = re.compile(r"environ(?:\.get|\.setdefault|\.pop)?[\[(]\s*[\"'](\w+)[\"']|getenv\([\"'](\w+)")
+    read = {f"{name}={value}" for name, value in MULTICAST_SWITCHES}
+    for folder in ("graphfuse", "passes", "models"):
+        for path in (ROOT / folder).rglob("*.py"):
+            read |= {a or b for a, b in pattern.findall(path.read_text())}
+    table = README[README.index("## Environment variables") : README.index("## Limits")]
+    listed = set(re.findall(r"`([\w=]+)`", table.replace("`TORCHELASTIC_*`", "")))
+    assert {name for name in read if not name.startswith("TORCHELASTIC_")} <= listed
+    assert {"GRAPHFUSE_DUMP", "GRAPHFUSE_FUEL"} <= read, "the pattern above finds nothing any more"
+
+
+def test_links_lead_to_files():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).is_file(), target
+
+
+if __name__ == "__main__":
+    Path(ROOT / "README.md").write_text(with_measured_table(README))
