@@ -4,7 +4,8 @@
     partial ─► all_reduce_add_rms_norm(residual, weight) ─► (normed, residual')
 
 The add and the norm may belong to the next layer, or the norm be the model's last: the graph does not know layers. The
-bias of a row-parallel linear, added between the reduction and the residual, is added to the residual instead.
+bias of a row-parallel linear, added between the reduction and the residual, is added to the first rank's partial sum
+instead: adding it to the residual, which is larger, would round more than the model does.
 """
 
 from __future__ import annotations
@@ -115,11 +116,14 @@ def emit_fused(graph: Graph, site: Site, context: Context) -> None:
     if norm.weight is not None:
         bring_before(norm.weight, add)
     with graph.inserting_before(add):
-        partial, residual = replay(parts.views, reduction.partial), parts.residual
+        partial = reduction.partial
         if parts.bias is not None:
-            residual = graph.call_function(aten.add.Tensor, (residual, parts.bias))
-            residual.meta = {**parts.residual.meta, "val": example}
-        args = (partial, residual, norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight, is_dead)
+            # one graph on every rank, so that nothing can order their collectives differently; times 0 adds nothing
+            share = 1.0 if context.groups.rank == 0 else 0.0
+            partial = graph.call_function(aten.add.Tensor, (partial, parts.bias), {"alpha": share})
+            partial.meta = dict(reduction.node.meta)
+        partial = replay(parts.views, partial)
+        args = (partial, parts.residual, norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight, is_dead)
         normed, total = emit(
             graph, torch.ops.graphfuse.all_reduce_add_rms_norm.default, (*args, context.groups.name), example, add
         )

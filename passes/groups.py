@@ -22,16 +22,20 @@ def group_ranks(group_name: str) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Groups:
-    """The compiled group: its name and its global ranks in order. No name: nothing belongs to it."""
+    """The compiled group: its name, its global ranks in order, and this process's place among them.
+
+    No name: nothing belongs to it.
+    """
 
     name: str | None
     ranks: tuple[int, ...]
+    rank: int = 0
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Groups:
         if group is None:
             return cls(None, ())
-        return cls(group.group_name, tuple(dist.get_process_group_ranks(group)))
+        return cls(group.group_name, tuple(dist.get_process_group_ranks(group)), group.rank())
 
     @property
     def size(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from torch.fx import Graph, Node
 
 from graphfuse.errors import ReductionProofError
-from graphfuse.passes.graph_reading import CASTS, VIEWS, is_call, module_path
+from graphfuse.passes.graph_reading import CASTS, VIEWS, aten, is_call, module_path, value
 from graphfuse.passes.groups import Groups, group_ranks
 from graphfuse.passes.reductions import reductions
 from graphfuse.passes.rule import Rule
@@ -69,7 +69,18 @@ def _name(entry: tuple[str, str, tuple[int, ...]], paths: dict[str, str]) -> str
 
 
 def _source(node: object) -> str:
-    """The name of the value behind views and casts, which a rewrite may replay elsewhere."""
-    while isinstance(node, Node) and (is_call(node, *VIEWS) or is_call(node, *CASTS)):
-        node = node.args[0]
-    return node.name if isinstance(node, Node) else repr(node)
+    """The name of the value behind views, casts and an added bias, which a rewrite may replay elsewhere."""
+    while isinstance(node, Node):
+        source = node.args[0] if is_call(node, *VIEWS, *CASTS) else _without_bias(node)
+        if source is None:
+            return node.name
+        node = source
+    return repr(node)
+
+
+def _without_bias(node: Node) -> object:
+    """What a vector is added to, if that is what a node does."""
+    if not is_call(node, aten.add.Tensor):
+        return None
+    whole, bias = value(node.args[0]), value(node.args[1])
+    return node.args[0] if whole is not None and bias is not None and bias.dim() == 1 < whole.dim() else None

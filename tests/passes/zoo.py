@@ -55,39 +55,44 @@ class Case:
     group: str = "compiled"
 
 
+def wide(x: Tensor) -> Tensor:
+    """float32, in which models compute their norms; float64 stays, so that a case in float64 is exact throughout."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def llama(x: Tensor, w: Tensor | None, eps: float = 1e-6) -> Tensor:
-    f = x.float()
+    f = wide(x)
     y = (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
     return y if w is None else w * y
 
 
 def gemma(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
-    f = x.float()
-    return (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps) * (1.0 + w.float())).to(x.dtype)
+    f = wide(x)
+    return (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps) * (1.0 + wide(w))).to(x.dtype)
 
 
 def gpt_oss(x: Tensor, w: Tensor, eps: float = 1e-5) -> Tensor:
-    f = x.float()
+    f = wide(x)
     return (w * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps))).to(x.dtype)
 
 
 def by_product(x: Tensor, w: Tensor) -> Tensor:
-    f = x.float()
+    f = wide(x)
     return ((f * f).mean(-1, keepdim=True).add(3e-7).rsqrt() * f).to(x.dtype) * w
 
 
 def by_square(x: Tensor, w: Tensor) -> Tensor:
-    f = x.float()
+    f = wide(x)
     return w * (f * (torch.square(f).mean(-1, keepdim=True) + 1e-3).pow(-0.5)).to(x.dtype)
 
 
 def by_sqrt(x: Tensor, w: Tensor) -> Tensor:
-    f = x.float()
+    f = wide(x)
     return w * (f / torch.sqrt(f.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def by_sum(x: Tensor, w: Tensor) -> Tensor:
-    f = x.float()
+    f = wide(x)
     return w * (f * torch.rsqrt(f.pow(2).sum(-1, keepdim=True) / HIDDEN + 1e-6)).to(x.dtype)
 
 
@@ -96,7 +101,7 @@ def uncast(x: Tensor, w: Tensor) -> Tensor:
 
 
 def gated(x: Tensor, w: Tensor, gate: Tensor) -> Tensor:
-    f = x.float()
+    f = wide(x)
     y = w * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
     return (y * F.silu(gate.float())).to(x.dtype)
 
@@ -222,12 +227,12 @@ def _sharded_branch(m: Module, x: Tensor, r: Tensor) -> Tensor:
 
 
 def _tensor_eps(m: Module, x: Tensor, r: Tensor) -> Tensor:
-    f = (r + m.sum(x)).float()
+    f = wide(r + m.sum(x))
     return m.norm.weight * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + m.norm.eps)).to(x.dtype)
 
 
 def _other_dim(m: Module, x: Tensor, r: Tensor) -> Tensor:
-    f = (r + m.sum(x)).float()
+    f = wide(r + m.sum(x))
     return m.norm.weight * (f * torch.rsqrt(f.pow(2).mean(0, keepdim=True) + 1e-6)).to(x.dtype)
 
 
