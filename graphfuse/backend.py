@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,10 +51,11 @@ class Session:
     """What stays the same for all graphs of one model: group, config, gate decisions, report, workspaces.
 
     Args:
-        group: the tensor-parallel group, or None: then the group that the graph's reductions share.
+        group: the tensor-parallel group, or None.
         config: settings.
         mode: a `torch.compile` mode for Inductor.
         facts: facts about the host; gathered from the group when None.
+        infer_group: take the group that the graph's reductions share, when `group` is None.
         capture: called with each rewritten graph (tests and `explain` read it); nothing is executed then.
     """
 
@@ -63,6 +65,7 @@ class Session:
         config: FuseConfig,
         *,
         mode: str | None = None,
+        infer_group: bool = False,
         facts: gate.Facts | None = None,
         capture: Callable[[GraphModule, GraphModule], None] | None = None,
     ) -> None:
@@ -72,6 +75,9 @@ class Session:
         self.rules: list[Rule] = list(default_rules() if config.rules is None else config.rules)
         self.active_rules = select_rules(self.rules, config)
         self.report = Report()
+        self.lowering = False
+        """Whether the graph being compiled has been traced: what fails now has nothing to do with tracing."""
+        self._infer_group = infer_group
         self._facts = facts
         self._capture = capture
         self._decisions: dict[tuple[torch.dtype, int], gate.Decision] = {}
@@ -81,6 +87,7 @@ class Session:
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], **_kwargs: object) -> Callable:
         started = time.perf_counter()
+        self.lowering = False
         sealed = regions.seal(module)
         try:
             regions.trace_bodies(sealed, _capture_body)
@@ -90,6 +97,7 @@ class Session:
             def lower(top: GraphModule, top_inputs: Sequence[Any]) -> Callable:
                 flat = inline(top) if sealed.keys else top
                 self._spent("trace", time.perf_counter() - started)
+                self.lowering = True
                 return self._lower(flat, top_inputs)
 
             # No AOTAutograd cache: on a hit it would answer without running the passes.
@@ -107,7 +115,7 @@ class Session:
     def _lower(self, module: GraphModule, inputs: Sequence[Any]) -> Callable:
         annotate_paths(module)
         device = _device_of(inputs)
-        if self.group is None:
+        if self.group is None and self._infer_group:
             self.group = _shared_group(module, self.report)
         context = Context(Groups.of(self.group), lambda dtype, size: self._decide(dtype, size, device))
         before = _copy(module) if self._capture else None
@@ -230,15 +238,21 @@ def graphfuse_backend(
     """
     options = dict(options or {})
     name = options.pop("tp_group", None)
-    session = Session(None if name is None else group_named(name), FuseConfig.from_options(options), mode=mode)
-    _last.session = session
-    return session(module, inputs)
+    group = None if name is None else group_named(name)
+    session = Session(group, FuseConfig.from_options(options), mode=mode, infer_group=True)
+    _last.report = session.report
+    compiled = session(module, inputs)
+
+    def run(*args: Any) -> Any:
+        return compiled(*args)
+
+    weakref.finalize(run, session.close).atexit = False  # when Dynamo drops the graph, its workspaces go
+    return run
 
 
 def last_report() -> Report | None:
     """The report of the graph that this thread compiled last through `backend="graphfuse"`; None before the first."""
-    session = getattr(_last, "session", None)
-    return session.report if session is not None else None
+    return getattr(_last, "report", None)
 
 
 def group_named(name: object) -> dist.ProcessGroup:
@@ -269,6 +283,9 @@ def _capture_body(module: GraphModule, inputs: list[Any]) -> GraphModule:
     captured: list[GraphModule] = []
 
     def keep(graph_module: GraphModule, _inputs: Sequence[Any]) -> Callable:
+        metadata = TracingContext.get().fw_metadata
+        if metadata is not None and metadata.num_mutated_inp_runtime_indices:
+            raise regions.RegionsUnsupported("a layer changes the shape or memory of a tensor that it is given")
         captured.append(graph_module)
         return run_eagerly(graph_module, _inputs)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,20 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import exc as dynamo_exc
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._pytree import tree_leaves
 
 from graphfuse import gate
 from graphfuse.backend import Captured, Session
 from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, GradientsEnabledError, GraphBreakError, GraphfuseError, GroupError
-from graphfuse.regions import (
-    RegionsUnsupported,
-    marked_regions,
-    repeated_layer_classes,
-    without_forward_guards,
-)
+from graphfuse.region_marks import marked_regions, repeated_layer_classes, without_forward_guards
 from graphfuse.report import Report
 from graphfuse.tokens import Marking, TokenDims
+from graphfuse.tracing_errors import TRACING_ERRORS, break_text, model_may_have_raised, summary
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,8 @@ class CompiledModel(nn.Module):
         self._orig_mod = model
         self._settings = (group, config, facts, capture)
         self._session = self._new_session()
-        self._marking = Marking.UNBACKED
+        self._attempts = _attempts(model)
+        self._notes: list[str] = []
         self._token_dims = TokenDims()
         self._compiled: Callable | None = None
         self._closed = False
@@ -125,12 +126,14 @@ class CompiledModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._closed:
             raise ConfigError("This compiled model is closed. Call graphfuse.compile again.")
-        self._refuse_gradients([*args, *kwargs.values()])
+        self._refuse_gradients(args, kwargs)
         with torch.no_grad():
-            if self._compiled is None:
-                return self._first_call(args, kwargs)
-            self._token_dims.mark(_named(args, kwargs), self._marking)
-            return self._run(self._compiled, args, kwargs)
+            if self._compiled is not None:
+                try:
+                    return self._run(self._compiled, self._attempts[0].marking, args, kwargs)
+                except _TracingFailed as failure:
+                    self._step_down(failure.reason, args, kwargs)
+            return self._trace(args, kwargs)
 
     def close(self) -> None:
         """Give the workspaces back to the pool. The model cannot be called afterwards."""
@@ -151,66 +154,69 @@ class CompiledModel(nn.Module):
 
     # --- tracing ---------------------------------------------------------------------------------------------------
 
-    def _first_call(self, args: tuple, kwargs: dict) -> Any:
-        """Trace in the cheapest way that the model allows: layers as regions and sizes unbacked; flat; with dynamic
-        sizes. Each step down is noted in the report with its reason."""
-        arguments = _named(args, kwargs)
-        attempts = [(True, Marking.UNBACKED), (False, Marking.UNBACKED), (False, Marking.DYNAMIC)]
-        if not repeated_layer_classes(self._orig_mod):
-            attempts = attempts[1:]
-        notes: list[str] = []
-        for number, (as_regions, marking) in enumerate(attempts):
-            if number:
-                self._session.close()
-                self._session = self._new_session()
-            self._token_dims.unmark(arguments)
-            self._token_dims.mark(arguments, marking)
-            options: dict[str, Any] | None = {"guard_filter_fn": without_forward_guards} if as_regions else None
+    def _trace(self, args: tuple, kwargs: dict) -> Any:
+        """Trace in the cheapest way that the model allows, and run it."""
+        while True:
+            self._session.close()
+            self._session = self._new_session()
+            attempt = self._attempts[0]
+            options: Any = {"guard_filter_fn": without_forward_guards} if attempt.regions else None
             compiled = torch.compile(_own_code(self._orig_mod), backend=self._session, fullgraph=True, options=options)
             try:
-                if as_regions:
-                    with marked_regions(self._orig_mod):
-                        result = self._run(compiled, args, kwargs)
-                else:
-                    result = self._run(compiled, args, kwargs)
-            except _Retry as retry:
-                if number + 1 == len(attempts):
-                    raise GraphBreakError(_break_text(retry.reason)) from retry.reason
-                what = "layers were traced flat" if as_regions else "batch and length are not one graph"
-                notes.append(f"{what}: {_first_line(retry.reason)}")
-                log.info("%s", notes[-1])
+                with marked_regions(self._orig_mod) if attempt.regions else contextlib.nullcontext():
+                    result = self._run(compiled, attempt.marking, args, kwargs)
+            except _TracingFailed as failure:
+                self._step_down(failure.reason, args, kwargs)
                 continue
-            self._compiled, self._marking = compiled, marking
-            for note in notes:
+            self._compiled = compiled
+            for note in self._notes:
                 self.report.note(note)
             return result
-        raise AssertionError("no attempt was made")
 
-    def _run(self, compiled: Callable, args: tuple, kwargs: dict) -> Any:
+    def _step_down(self, reason: BaseException, args: tuple, kwargs: dict) -> None:
+        """Go on with the next way to trace, which is noted in the report; raise when there is none."""
+        self._compiled = None
+        if len(self._attempts) == 1 or model_may_have_raised(reason):
+            self._attempts, self._notes = _attempts(self._orig_mod), []
+            if model_may_have_raised(reason) is not False:
+                self._orig_mod(*args, **kwargs)  # its own error explains more than any of ours
+            raise GraphBreakError(break_text(reason)) from reason
+        given_up = self._attempts.pop(0)
+        what = "layers were traced flat" if given_up.regions else "batch and length are not one graph"
+        self._notes.append(f"{what}: {summary(reason)}")
+        log.info("%s", self._notes[-1])
+
+    def _run(self, compiled: Callable, marking: Marking, args: tuple, kwargs: dict) -> Any:
         try:
-            return compiled(*args, **kwargs)
+            with self._token_dims.marked(_named(args, kwargs), marking):
+                return compiled(*args, **kwargs)
         except Captured:
             return None
         except dynamo_exc.BackendCompilerFailed as error:
             inner = error.inner_exception
             if isinstance(inner, GraphfuseError):
                 raise inner from None
-            if isinstance(inner, (RegionsUnsupported, *_TRACING_ERRORS)) and self._compiled is None:
-                raise _Retry(inner) from error
-            raise
-        except _TRACING_ERRORS as error:
-            if self._compiled is None:
-                raise _Retry(error) from error
-            raise GraphBreakError(_break_text(error)) from error
+            if self._session.lowering:  # the graph was traced: another way to trace it would not help
+                raise
+            raise _TracingFailed(inner) from error
+        except TRACING_ERRORS as error:
+            raise _TracingFailed(error) from error
+        except AssertionError as error:
+            if "Guard failed on the same frame" not in str(error):
+                raise
+            # Unbacked sizes were taken to be equal, and these inputs' are not: one of them is broadcast.
+            raise _TracingFailed(error) from error
 
     def _new_session(self) -> Session:
         group, config, facts, capture = self._settings
-        return Session(group, config, facts=facts, capture=capture)
+        session = Session(group, config, facts=facts, capture=capture)
+        weakref.finalize(self, session.close).atexit = False
+        return session
 
-    def _refuse_gradients(self, arguments: Sequence[object]) -> None:
+    def _refuse_gradients(self, args: tuple, kwargs: dict) -> None:
         if not torch.is_grad_enabled():
             return
-        wants = any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
+        wants = any(isinstance(a, Tensor) and a.requires_grad for a in tree_leaves((args, kwargs)))
         if wants or any(p.requires_grad for p in self._orig_mod.parameters()):
             raise GradientsEnabledError(
                 "Gradients are on, and a compiled model is for inference. "
@@ -222,39 +228,37 @@ def _named(args: tuple, kwargs: dict) -> dict[str, object]:
     return {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
 
 
-_TRACING_ERRORS = (dynamo_exc.TorchDynamoException, GuardOnDataDependentSymNode)
+@dataclass(frozen=True)
+class _Attempt:
+    """A way to trace a model."""
+
+    regions: bool
+    marking: Marking
 
 
-class _Retry(Exception):
-    """Tracing failed in a way that another attempt may avoid."""
+def _attempts(model: nn.Module) -> list[_Attempt]:
+    """The ways to trace a model, best first: layers as regions and sizes unbacked; flat; with dynamic sizes."""
+    regions = [_Attempt(True, Marking.UNBACKED)] if repeated_layer_classes(model) else []
+    return [*regions, _Attempt(False, Marking.UNBACKED), _Attempt(False, Marking.DYNAMIC)]
+
+
+class _TracingFailed(Exception):
+    """Dynamo or AOTAutograd could not trace the model; another attempt may."""
 
     def __init__(self, reason: BaseException) -> None:
         super().__init__(str(reason))
         self.reason = reason
 
 
+_NUMBERS = itertools.count()
+
+
 def _own_code(model: nn.Module) -> Callable:
-    """A function that calls the model, with a code object of its own: Dynamo counts recompilations per code object,
-    and two models of one class must not use up each other's."""
+    """A function that calls the model, with a code object and a name of its own. Dynamo counts recompilations per code
+    object, and learns by file, line and name which sizes vary: two models must not share either."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    forward.__code__ = forward.__code__.replace(co_name="graphfuse_forward")
+    forward.__code__ = forward.__code__.replace(co_name=f"graphfuse_forward_{next(_NUMBERS)}")
     return forward
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
-
-
-def _break_text(error: BaseException) -> str:
-    """Where tracing stopped, and what to do, from Dynamo's own message."""
-    frames = [line.strip() for line in str(error).splitlines() if line.strip().startswith("File ")]
-    where = f" at {frames[-1].removeprefix('File ')}" if frames else ""
-    return (
-        f"The model cannot be traced as one graph{where}: {_first_line(error)} "
-        "Rewrite that line with tensor operations, or move it out of forward; "
-        "torch._dynamo.explain(model)(*inputs) lists every such place."
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
-from graphfuse.regions import OPEN_CHAINS, Call, Outer, RegionsUnsupported, Result
+from graphfuse.regions import OPEN_CHAINS, Call, Outer, RegionsUnsupported, Result, memory
 
 
 def inline(top: GraphModule) -> GraphModule:
@@ -22,7 +23,8 @@ class _Inliner:
     """Rebuilds the top graph node by node, putting bodies in place of region ops.
 
     `current` maps an input of the whole graph that some body wrote to, to its newest value, so that later readers see
-    the write, and the end of the graph can store it.
+    the write, and the end of the graph can store it. `views` maps nodes to the input whose memory they show: they
+    would not see the write, so a graph that reads them afterwards is not inlined.
     """
 
     def __init__(self, top: GraphModule) -> None:
@@ -31,6 +33,8 @@ class _Inliner:
         self._env: dict[Node, Any] = {}
         self._results: dict[Node, list[Any]] = {}
         self._current: dict[Node, Node] = {}
+        self._views: dict[Node, Node] = {}
+        self._inputs: dict[int, list[Node]] = defaultdict(list)  # by the memory they show
 
     def run(self) -> GraphModule:
         for node in self._top.graph.nodes:
@@ -46,8 +50,9 @@ class _Inliner:
             else:
                 if node.target is torch.ops.aten.copy_.default and self._env[node.args[0]] in self._current:
                     raise RegionsUnsupported("a tensor is written to both inside a layer and outside of it")
-                self._env[node] = self._graph.node_copy(node, self._lookup)
-                self._env[node].meta = dict(node.meta)
+                copy = self._env[node] = self._graph.node_copy(node, self._lookup)
+                copy.meta = dict(node.meta)
+                self._note_memory(copy)
         with _use_lazy_graph_module(True):  # passes change the graph before anybody runs it
             return _make_graph_module(self._top, self._graph)
 
@@ -55,7 +60,28 @@ class _Inliner:
         return self._newest(self._env[node])
 
     def _newest(self, found: Any) -> Any:
-        return self._current.get(found, found) if isinstance(found, Node) else found
+        if not isinstance(found, Node):
+            return found
+        if self._views.get(found) in self._current:
+            raise RegionsUnsupported("a view of a tensor that a layer writes to is read behind the layer")
+        return self._current.get(found, found)
+
+    def _note_memory(self, node: Node) -> None:
+        key = memory(node.meta.get("val"))
+        if key is None:
+            return
+        if node.op == "placeholder":
+            self._inputs[key].append(node)
+        elif key in self._inputs and self._inputs[key][0] not in self._current:
+            self._views[node] = self._inputs[key][0]
+
+    def _write(self, base: Any, newest: Node) -> None:
+        """A body has written to one of its operands."""
+        if not (isinstance(base, Node) and base.op == "placeholder"):
+            raise RegionsUnsupported("a layer writes to a tensor that is no input of the model")
+        if len(self._inputs[memory(base.meta["val"])]) > 1:  # type: ignore[index]
+            raise RegionsUnsupported("a layer writes to a tensor that shares memory with another input")
+        self._current[base] = newest
 
     def _inline_chain(self, op: Node) -> list[Any]:
         tensors, sizes, key = op.args
@@ -90,10 +116,8 @@ class _Inliner:
             if node.op == "get_attr":
                 raise RegionsUnsupported("a layer holds constants that are no parameters or buffers")
             if node.target is torch.ops.aten.copy_.default and node.args[0] in given:
-                base = given[node.args[0]]
-                if not (isinstance(base, Node) and base.op == "placeholder"):
-                    raise RegionsUnsupported("a layer writes to a tensor that is no input of the model")
-                self._current[base] = env[node.args[0]] = env[node.args[1]]
+                env[node.args[0]] = env[node.args[1]]
+                self._write(given[node.args[0]], env[node.args[1]])
                 continue
             copy = self._graph.node_copy(node, env.__getitem__)
             copy.meta = dict(node.meta)

@@ -1,7 +1,7 @@
 """Trace repeated layers once.
 
 Tracing a model flat costs time in proportion to its depth. So the layers of an `nn.ModuleList` are marked as regions,
-from outside (`torch.compiler.nested_compile_region`): Dynamo then records one subgraph per distinct layer, and a call
+from outside (`graphfuse/region_marks.py`): Dynamo then records one subgraph per distinct layer, and a call
 of it per layer. AOTAutograd would still walk every call, several times. So it is shown something cheaper:
 
     Dynamo graph:   call region 0 (x, weights of layer 0) ─► call region 0 (x, weights of layer 1) ─► ...
@@ -16,17 +16,15 @@ the model flat. Inductor gets repeated parts of the rewritten graph back as subg
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -34,50 +32,10 @@ from graphfuse.module_paths import innermost
 
 log = logging.getLogger(__name__)
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
-_MIN_LAYERS = 2
 
 
 class RegionsUnsupported(Exception):
     """The regions of this graph cannot be traced apart; the text says why. The caller traces flat."""
-
-
-def repeated_layer_classes(model: nn.Module) -> list[type[nn.Module]]:
-    """Classes of which some `nn.ModuleList` of the model holds at least two instances."""
-    classes: list[type[nn.Module]] = []
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            counts = Counter(type(child) for child in module)
-            classes += [c for c, n in counts.items() if n >= _MIN_LAYERS and c not in classes]
-    nested = {type(m) for c in classes for layer in _instances(model, c) for m in layer.modules() if m is not layer}
-    return [c for c in classes if c not in nested]
-
-
-def _instances(model: nn.Module, cls: type[nn.Module]) -> Iterator[nn.Module]:
-    return (m for m in model.modules() if type(m) is cls)
-
-
-@contextlib.contextmanager
-def marked_regions(model: nn.Module) -> Iterator[None]:
-    """While open, calls of the model's repeated layers trace as regions. The model is left as it was."""
-    patched = []
-    try:
-        for cls in repeated_layer_classes(model):
-            own = cls.__dict__.get("forward")
-            patched.append((cls, own))
-            cls.forward = torch.compiler.nested_compile_region(cls.forward)
-        yield
-    finally:
-        for cls, own in patched:
-            if own is None:
-                del cls.forward
-            else:
-                cls.forward = own
-
-
-def without_forward_guards(guards: Sequence[Any]) -> list[bool]:
-    """For `torch.compile(options={"guard_filter_fn": ...})`: which guards to keep. Those on the layer classes' forward
-    would fail at the second call, when the marks are gone, and trace the model again, flat."""
-    return ["__dict__['forward']" not in g.name and "__dict__)['forward']" not in g.name for g in guards]
 
 
 # --- the opaque op that stands for calls of regions while AOTAutograd traces the top --------------------------------
@@ -268,21 +226,34 @@ def _dimension_of_size(graph: Graph, before: Node, size: torch.SymInt) -> tuple[
 
 
 def _chains(graph: Graph, calls: list[Node]) -> Iterator[list[Node]]:
-    """Cut the calls into chains. A call joins the one before if it alone reads it, and all else it reads stands before
-    the chain: then the chain can run as one op where its last call stands."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
+    """Cut the calls into chains. A call joins the one before if it alone reads it, all else it reads stands before the
+    chain, and nothing between the two touches memory that the chain is given and may write to: then the chain can run
+    as one op where its last call stands."""
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
     chain: list[Node] = []
+    given: set[int | None] = set()
     for call in calls:
         if chain:
             items = set(chain[-1].users)
             only_reader = all(reader is call for item in items for reader in item.users)
             rest = [o for o in call.args[2:] if isinstance(o, Node) and o not in items]
-            if not (only_reader and all(place[o] < place[chain[0]] for o in rest)):
+            between = [n for n in nodes[place[chain[-1]] + 1 : place[call]] if n not in items]
+            read = {memory(i.meta.get("example_value")) for n in between for i in n.all_input_nodes}
+            if not (only_reader and not read & given and all(place[o] < place[chain[0]] for o in rest)):
                 yield chain
-                chain = []
+                chain, given = [], set()
         chain.append(call)
+        given |= {memory(o.meta["example_value"]) for o in call.args[2:] if isinstance(o, Node)} - {None}
     if chain:
         yield chain
+
+
+def memory(value: object) -> int | None:
+    """What is equal for tensors that share memory, as long as they live; None for all else."""
+    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
+        return None
+    return value.untyped_storage()._cdata
 
 
 def _replace_chain(graph: Graph, chain: Chain, key: int) -> None:

@@ -2,8 +2,9 @@
 
 Which dimensions these are is read from the arguments: all of an integer or boolean tensor of at most two dimensions
 (ids, positions, masks), all but the last of a floating-point tensor of two or three (hidden states). Tensors inside
-lists, tuples and objects (caches) keep their shapes. Equal sizes at equal places of the first call are taken to be one
-quantity, and checked at run time from then on.
+lists, tuples and objects (caches) keep their shapes, and so do dimensions that the caller has marked with
+`torch._dynamo.mark_static`. Equal sizes at equal places of the first call are taken to be one quantity, and checked at
+run time from then on; a call that shows them to be two is traced again, once.
 
 `UNBACKED` marks them with `mark_unbacked`: nothing may depend on the size, not even whether it is 1, and there is one
 graph. A model that cannot be traced so gets `DYNAMIC`: up to four graphs, since sizes of 1 specialise.
@@ -11,14 +12,28 @@ graph. A model that cannot be traced so gets `DYNAMIC`: up to four graphs, since
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_MARKS = ("_dynamo_unbacked_indices", "_dynamo_shape_ids", "_specialize_on", "_dynamo_hint_overrides")
+_MARKS = (
+    "_dynamo_dynamic_indices",
+    "_dynamo_dynamic_range",
+    "_dynamo_hint_overrides",
+    "_dynamo_propagated_dynamic_indices",
+    "_dynamo_shape_ids",
+    "_dynamo_strict_unbacked_indices",
+    "_dynamo_unbacked_bounds",
+    "_dynamo_unbacked_indices",
+    "_dynamo_weak_dynamic_indices",
+    "_specialize_on",
+)
+"""Attributes in which torch keeps what a tensor's dimensions are marked as, but for static ones."""
 
 
 class Marking(enum.Enum):
@@ -38,26 +53,43 @@ class TokenDims:
 
     def __init__(self) -> None:
         self._quantities: dict[tuple[str, int], str] = {}
+        self._fresh = itertools.count()
 
-    def mark(self, arguments: Mapping[str, object], marking: Marking) -> None:
-        """Mark a call's arguments, by name. Marks live on the tensor objects and change nothing else."""
-        tensors = [(name, a) for name, a in arguments.items() if isinstance(a, Tensor) and not isinstance(a, Parameter)]
-        leaders: dict[int, int] = {}
-        for name, tensor in tensors:
-            for dim in token_dims(tensor):
-                size = tensor.shape[dim]
-                leader = leaders.setdefault(dim, size)
-                quantity = f"dim{dim}" if size == leader else f"dim{dim} of {name}"
-                quantity = self._quantities.setdefault((name, dim), quantity)
+    @contextlib.contextmanager
+    def marked(self, arguments: Mapping[str, object], marking: Marking) -> Iterator[None]:
+        """While open, a call's arguments, given by name, carry marks instead of those that their owner gave them."""
+        tensors = {name: a for name, a in arguments.items() if isinstance(a, Tensor) and not isinstance(a, Parameter)}
+        owners = [(t.__dict__, {k: t.__dict__.pop(k) for k in _MARKS if k in t.__dict__}) for t in tensors.values()]
+        try:
+            for (name, dim), quantity in self._read(tensors).items():
                 if marking is Marking.DYNAMIC:
-                    torch._dynamo.maybe_mark_dynamic(tensor, dim)
-                elif getattr(tensor, "_dynamo_shape_ids", {}).get(dim) != quantity:
-                    torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=quantity)
+                    torch._dynamo.maybe_mark_dynamic(tensors[name], dim)
+                else:
+                    torch._dynamo.decorators.mark_unbacked(tensors[name], dim, shape_id=quantity)
+            yield
+        finally:
+            for attributes, _ in owners:  # first all, then all: one tensor may be several arguments
+                for mark in _MARKS:
+                    attributes.pop(mark, None)
+            for attributes, owned in owners:
+                attributes.update(owned)
 
-    @staticmethod
-    def unmark(arguments: Mapping[str, object]) -> None:
-        """Take unbacked marks off again, before another attempt."""
-        for tensor in arguments.values():
-            for name in _MARKS:
-                if hasattr(tensor, name):
-                    delattr(tensor, name)
+    def _read(self, tensors: Mapping[str, Tensor]) -> dict[tuple[str, int], str]:
+        """The quantity that each token dimension counts. Two dimensions of one quantity have one size."""
+        sizes: dict[str, int] = {}
+        found: dict[tuple[str, int], str] = {}
+        for name, tensor in tensors.items():
+            static = getattr(tensor, "_dynamo_static_indices", ())
+            for dim in token_dims(tensor):
+                if dim in static:
+                    continue
+                size = tensor.shape[dim]
+                quantity = self._quantities.get((name, dim))
+                if quantity is None:
+                    alike = [q for (_, d), q in found.items() if d == dim and sizes[q] == size]
+                    quantity = alike[0] if alike else f"tokens{next(self._fresh)}"
+                elif sizes.get(quantity, size) != size:
+                    quantity = f"tokens{next(self._fresh)}"
+                sizes[quantity] = size
+                found[name, dim] = self._quantities[name, dim] = quantity
+        return found

@@ -1,0 +1,78 @@
+"""Which layers of a model are regions, and their marking while the model is traced (see `graphfuse/regions.py`).
+
+The mark is on the class, from outside: `torch.compiler.nested_compile_region` around its forward. It is there while a
+model is traced and taken off again, whatever happens; threads that trace at once share it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_MIN_LAYERS = 2
+
+
+def repeated_layer_classes(model: nn.Module) -> list[type[nn.Module]]:
+    """Classes of which some `nn.ModuleList` of the model holds at least two instances."""
+    classes: list[type[nn.Module]] = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            counts = Counter(type(child) for child in module)
+            classes += [c for c, n in counts.items() if n >= _MIN_LAYERS and c not in classes]
+    nested = {type(m) for c in classes for layer in _instances(model, c) for m in layer.modules() if m is not layer}
+    return [c for c in classes if c not in nested]
+
+
+def _instances(model: nn.Module, cls: type[nn.Module]) -> Iterator[nn.Module]:
+    return (m for m in model.modules() if type(m) is cls)
+
+
+@dataclass
+class _Mark:
+    """What the namespace of a marked class held, and how many traces want the mark."""
+
+    own: Any
+    users: int = 0
+
+
+_MARKED: dict[type[nn.Module], _Mark] = {}
+_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def marked_regions(model: nn.Module) -> Iterator[None]:
+    """While open, calls of the model's repeated layers trace as regions. The classes are left as they were."""
+    classes = repeated_layer_classes(model)
+    with _LOCK:
+        for cls in classes:
+            if cls not in _MARKED:
+                _MARKED[cls] = _Mark(cls.__dict__.get("forward"))
+                cls.forward = torch.compiler.nested_compile_region(cls.forward)
+            _MARKED[cls].users += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for cls in classes:
+                mark = _MARKED[cls]
+                mark.users -= 1
+                if mark.users:
+                    continue
+                del _MARKED[cls]
+                if mark.own is None:
+                    del cls.forward
+                else:
+                    cls.forward = mark.own
+
+
+def without_forward_guards(guards: Sequence[Any]) -> list[bool]:
+    """For `torch.compile(options={"guard_filter_fn": ...})`: which guards to keep. Those on the layer classes' forward
+    would fail at the second call, when the marks are gone, and trace the model again, flat."""
+    return ["__dict__['forward']" not in g.name and "__dict__)['forward']" not in g.name for g in guards]
