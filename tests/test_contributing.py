@@ -34,8 +34,8 @@ def scaled_layer(group: dist.ProcessGroup, folder: Path) -> tuple[torch.Tensor, 
     import graphfuse
 
     sys.path.insert(0, str(folder))
-    from scale_rule import SCALE  # type: ignore[import-not-found]
-    from test_scale_rule import Layer  # type: ignore[import-not-found]
+    from scale_rule import SCALE
+    from test_scale_rule import Layer
 
     torch.manual_seed(dist.get_rank(group))
     layer = Layer(group).requires_grad_(False)

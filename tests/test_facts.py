@@ -8,42 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphfuse.facts import Facts, RankFacts, combine, gather_facts
+from graphfuse.facts import combine, gather_facts
 from graphfuse.probe import Links, multicast_forbidden_by, nvml_links, probe
+from tests.hosts import H200_PEER, H200_RANK, H200_X2
 
-RANK = RankFacts(
-    device_type="cuda",
-    host="host/1",
-    gpu="NVIDIA H200",
-    gpu_id="GPU-0",
-    compute_capability=(9, 0),
-    nvlink_peers=("GPU-1", "GPU-2"),
-    access_peers=("GPU-1", "GPU-2"),
-    torch="2.11.0",
-    triton="3.6.0",
-    nccl="2.28.3",
-    flashinfer="0.7.2",
-    multicast_forbidden_by=None,
-    deterministic=False,
-)
-PEER = dataclasses.replace(RANK, gpu_id="GPU-1", nvlink_peers=("GPU-0",), access_peers=("GPU-0",))
+RANK = dataclasses.replace(H200_RANK, nvlink_peers=("GPU-1", "GPU-2"), access_peers=("GPU-1", "GPU-2"))
+PEER = H200_PEER
 
 
 def test_equal_ranks_combine_to_their_common_facts():
-    facts = combine([RANK, PEER])
-    assert facts == Facts(
-        device_type="cuda",
-        world_size=2,
-        gpu="NVIDIA H200",
-        compute_capability=(9, 0),
-        one_host=True,
-        nvlink_mesh=True,
-        peer_access=True,
-        torch="2.11.0",
-        triton="3.6.0",
-        nccl="2.28.3",
-        flashinfer="0.7.2",
-    )
+    assert combine([RANK, PEER]) == H200_X2
 
 
 DISAGREEMENTS = {

@@ -8,20 +8,8 @@ import torch
 
 from graphfuse.errors import BackendUnavailableError, ConfigError, SchemaError
 from graphfuse.gate import Decision, Facts, SizeRange, decide
+from tests.hosts import H200_X2
 
-H200_X2 = Facts(
-    device_type="cuda",
-    world_size=2,
-    gpu="NVIDIA H200",
-    compute_capability=(9, 0),
-    one_host=True,
-    nvlink_mesh=True,
-    peer_access=True,
-    torch="2.11.0+cu130",
-    triton="3.6.0",
-    nccl="2.28.3",
-    flashinfer="0.7.2.post1",
-)
 CPU_X2 = Facts(device_type="cpu", world_size=2, torch="2.13.0+cpu", triton="3.9.0")
 FACTS_FOLDER = Path(__file__).parent.parent / "configs" / "facts"
 

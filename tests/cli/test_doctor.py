@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from graphfuse.cli import doctor
-from graphfuse.facts import RankFacts
+from tests.hosts import H200_PEER, H200_RANK
 
 
 def shown(data):
@@ -41,21 +41,7 @@ def two_h200(monkeypatch):
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30, uuid="0")
 
     def probe(device):
-        rank = RankFacts(
-            device_type="cuda",
-            host="host",
-            gpu="NVIDIA H200",
-            gpu_id=f"GPU-{device.index}",
-            compute_capability=(9, 0),
-            nvlink_peers=(f"GPU-{1 - device.index}",),
-            access_peers=(f"GPU-{1 - device.index}",),
-            torch="2.11.0",
-            triton="3.6.0",
-            nccl="2.28.3",
-            flashinfer="0.7.2",
-            multicast_forbidden_by=None,
-            deterministic=False,
-        )
+        rank = (H200_RANK, H200_PEER)[device.index]
         return dataclasses.replace(rank, **changes)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -71,7 +57,7 @@ def test_on_two_h200_it_shows_links_and_the_sizes_flashinfer_serves(two_h200):
     text = shown(data)
     assert data["gpus"][0]["nvlink_to"] == [1]
     assert "NVIDIA H200" in text
-    assert "by flashinfer up to 1024 tokens of hidden size 4096" in text
+    assert "by flashinfer up to 2048 tokens of hidden size 4096" in text
 
 
 def test_without_flashinfer_it_says_how_to_get_it(two_h200):
