@@ -85,7 +85,7 @@ class Session:
 
     # --- Dynamo calls this -----------------------------------------------------------------------------------------
 
-    def __call__(self, module: GraphModule, inputs: Sequence[Any], **_kwargs: object) -> Callable:
+    def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable:
         started = time.perf_counter()
         self.lowering = False
         sealed = regions.seal(module)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import exc as dynamo_exc
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from graphfuse import gate
@@ -86,6 +87,19 @@ def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
     return tp_group
 
 
+_TABLES = (
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_modules",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Where an `nn.Module` keeps what it consists of, and how that is saved and loaded."""
+
+
 class CompiledModel(nn.Module):
     """A model whose calls run the rewritten graph. Made by `graphfuse.compile`; attributes are the model's own."""
 
@@ -99,7 +113,10 @@ class CompiledModel(nn.Module):
         capture: Callable[[Any, Any], None] | None = None,
     ) -> None:
         super().__init__()
-        self._orig_mod = model
+        # Not a submodule: it would put its name in front of every parameter's. Its tables are this module's tables.
+        self.__dict__["_orig_mod"] = model
+        self.__dict__.update({table: model.__dict__[table] for table in _TABLES})
+        self.training = model.training
         self._settings = (group, config, facts, capture)
         self._session = self._new_session()
         self._attempts = _attempts(model)
@@ -150,7 +167,16 @@ class CompiledModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("_orig_mod"), name)
+            return getattr(self.__dict__["_orig_mod"], name)
+
+    def train(self, mode: bool = True) -> CompiledModel:
+        self._orig_mod.train(mode)
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> CompiledModel:
+        self._orig_mod._apply(fn, recurse)
+        return self
 
     # --- tracing ---------------------------------------------------------------------------------------------------
 
@@ -161,7 +187,8 @@ class CompiledModel(nn.Module):
             self._session = self._new_session()
             attempt = self._attempts[0]
             options: Any = {"guard_filter_fn": without_forward_guards} if attempt.regions else None
-            compiled = torch.compile(_own_code(self._orig_mod), backend=self._session, fullgraph=True, options=options)
+            backend = _weakly(self._session)
+            compiled = torch.compile(_own_code(self._orig_mod), backend=backend, fullgraph=True, options=options)
             try:
                 with marked_regions(self._orig_mod) if attempt.regions else contextlib.nullcontext():
                     result = self._run(compiled, attempt.marking, args, kwargs)
@@ -248,6 +275,18 @@ class _TracingFailed(Exception):
     def __init__(self, reason: BaseException) -> None:
         super().__init__(str(reason))
         self.reason = reason
+
+
+def _weakly(session: Session) -> Callable:
+    """A session as Dynamo may have it: Dynamo never forgets a backend, and must not keep the session's group alive."""
+    reference = weakref.ref(session)
+
+    def backend(module: GraphModule, inputs: Sequence[Any], **_options: object) -> Callable:
+        session = reference()
+        assert session is not None, "a compiled model outlives its session"
+        return session(module, inputs)
+
+    return backend
 
 
 _NUMBERS = itertools.count()

@@ -31,9 +31,10 @@ _MARKS = (
     "_dynamo_unbacked_bounds",
     "_dynamo_unbacked_indices",
     "_dynamo_weak_dynamic_indices",
+    "_has_dynamo_dim_marking",
     "_specialize_on",
 )
-"""Attributes in which torch keeps what a tensor's dimensions are marked as, but for static ones."""
+"""Attributes in which torch keeps what a tensor's dimensions are marked as. Static ones are not ours to change."""
 
 
 class Marking(enum.Enum):
@@ -61,6 +62,9 @@ class TokenDims:
         tensors = {name: a for name, a in arguments.items() if isinstance(a, Tensor) and not isinstance(a, Parameter)}
         owners = [(t.__dict__, {k: t.__dict__.pop(k) for k in _MARKS if k in t.__dict__}) for t in tensors.values()]
         try:
+            for attributes, _ in owners:
+                if "_dynamo_static_indices" in attributes:
+                    attributes["_has_dynamo_dim_marking"] = True
             for (name, dim), quantity in self._read(tensors).items():
                 if marking is Marking.DYNAMIC:
                     torch._dynamo.maybe_mark_dynamic(tensors[name], dim)

@@ -1,0 +1,509 @@
+"""`graphfuse.compile` and `CompiledModel`: one graph, an untouched model, nothing kept, errors that say what to do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as fc
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import graphfuse
+from graphfuse import FuseConfig
+from graphfuse.compiler import CompiledModel
+from graphfuse.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    FusionRequiredError,
+    GradientsEnabledError,
+    GraphBreakError,
+    GroupError,
+)
+from graphfuse.testing import fake_tp, trace
+
+H, VOCAB = 16, 32
+
+
+class Layer(nn.Module):
+    """A residual layer with an all-reduce if there is a group."""
+
+    def __init__(self, group=None) -> None:
+        super().__init__()
+        self.norm, self.proj, self.group = nn.RMSNorm(H), nn.Linear(H, H, bias=False), group
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.proj(self.norm(x))
+        return x + (y if self.group is None else fc.all_reduce(y, "sum", self.group))
+
+
+class Model(nn.Module):
+    def __init__(self, num_layers: int = 3, group=None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, H)
+        self.layers = nn.ModuleList(Layer(group) for _ in range(num_layers))
+        self.norm = nn.RMSNorm(H)
+        self.config = {"hidden_size": H}
+        self.requires_grad_(False)
+
+    def forward(self, ids: Tensor, bias: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x) * scale
+        return x if bias is None else x + bias
+
+
+class Calls(nn.Module):
+    """forward is any function of the module and its arguments."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.ones(H, H), requires_grad=False)
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
+
+
+def ids(batch: int, length: int) -> Tensor:
+    return torch.arange(batch * length).reshape(batch, length) % VOCAB
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+# --- one graph ------------------------------------------------------------------------------------------------------
+
+
+def test_one_graph_serves_every_batch_and_length(model):
+    compiled = graphfuse.compile(model)
+    counters.clear()
+    for batch, length in ((2, 7), (1, 1), (1, 7), (5, 1), (2, 2), (7, 7)):
+        torch.testing.assert_close(compiled(ids(batch, length)), model(ids(batch, length)))
+    assert compiled.report.num_graphs == 1
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["graph_break"] == {}
+    assert compiled.report.notes == []
+
+
+def test_the_first_call_may_have_sizes_of_one(model):
+    compiled = graphfuse.compile(model, example_inputs=ids(1, 1))
+    torch.testing.assert_close(compiled(ids(3, 5)), model(ids(3, 5)))
+    assert compiled.report.num_graphs == 1
+
+
+def test_sizes_that_were_equal_by_chance_are_told_apart_once():
+    """Batch and number of rows agree in the first call; the second call shows that they are two quantities."""
+    both = Calls(lambda self, x, y: (x @ self.weight, y * 2))
+    compiled = graphfuse.compile(both)
+    for rows in ((3, 3), (3, 4), (1, 5), (6, 6)):
+        x, y = torch.ones(rows[0], H), torch.ones(rows[1], H)
+        torch.testing.assert_close(compiled(x, y), both(x, y))
+    assert compiled.report.num_graphs == 2
+
+
+def test_a_broadcast_token_dimension_steps_down_to_dynamic_sizes():
+    """Positions [1, S] for ids [B, S]: no unbacked size can say so. The report does."""
+    add = Calls(lambda self, x, positions: x @ self.weight + positions[..., None])
+    compiled = graphfuse.compile(add)
+    for batch in (1, 3, 2):
+        x, positions = torch.ones(batch, 5, H), torch.arange(5)[None]
+        torch.testing.assert_close(compiled(x, positions), add(x, positions))
+    assert compiled.report.num_graphs <= 4
+    (note,) = compiled.report.notes
+    assert note.startswith("batch and length are not one graph: ")
+
+
+def test_a_model_that_asks_for_its_size_gets_at_most_four_graphs_and_a_note():
+    def forward(self, x):
+        return x @ self.weight if x.shape[0] > 1 else x - 1
+
+    model = Calls(forward)
+    compiled = graphfuse.compile(model)
+    for rows in (3, 1, 2, 9):
+        torch.testing.assert_close(compiled(torch.ones(rows, H)), model(torch.ones(rows, H)))
+    assert 2 <= compiled.report.num_graphs <= 4
+    (note,) = compiled.report.notes
+    assert "batch and length are not one graph" in note
+    assert "if x.shape[0] > 1" in note or "x.shape[0] > 1" in note
+
+
+def test_models_of_one_class_do_not_disturb_each_other():
+    """More of them than Dynamo allows graphs for one piece of code, of different sizes."""
+    limit = torch._dynamo.config.recompile_limit
+    models = [Calls(lambda self, x, cache: x @ self.weight + cache[0].sum(0)) for _ in range(limit + 2)]
+    compiled = [graphfuse.compile(model) for model in models]
+    for size, one in enumerate(compiled, 1):
+        x, cache = torch.ones(3, H), [torch.ones(size, H)]
+        torch.testing.assert_close(one(x, cache), x @ torch.ones(H, H) + float(size))
+    graphs = []
+    traced = CompiledModel(models[0], None, FuseConfig(), capture=lambda before, _after: graphs.append(before))
+    traced.trace([torch.ones(3, H), [torch.ones(limit + 9, H)]])
+    values = [n.meta["val"] for n in graphs[0].graph.nodes if n.op == "placeholder"]
+    assert f"torch.Size([{limit + 9}, {H}])" in [str(v.shape) for v in values if isinstance(v, Tensor)]
+    assert all(one.report.num_graphs == 1 for one in compiled)
+
+
+def test_marks_of_the_caller_stay_and_ours_go(model):
+    tokens, marked, static = ids(2, 5), ids(2, 6), ids(2, 7)
+    torch._dynamo.mark_dynamic(marked, 1)
+    torch._dynamo.mark_static(static, 1)
+    before = [dict(t.__dict__) for t in (tokens, marked, static)]
+    compiled = graphfuse.compile(model)
+    for tensor in (tokens, marked):
+        torch.testing.assert_close(compiled(tensor), model(tensor))
+    assert compiled.report.num_graphs == 1
+    torch.testing.assert_close(compiled(static), model(static))
+    assert [dict(t.__dict__) for t in (tokens, marked, static)] == before
+    assert compiled.report.num_graphs == 2  # one of length 7 alone, as its owner wishes
+
+
+def test_one_tensor_as_two_arguments():
+    both = Calls(lambda self, x, y: x @ self.weight + y)
+    compiled = graphfuse.compile(both)
+    for rows in (3, 1, 4):
+        x = torch.ones(rows, H)
+        torch.testing.assert_close(compiled(x, x), both(x, x))
+        assert not any(name.startswith("_dynamo") for name in x.__dict__)
+
+
+# --- the model is left alone ----------------------------------------------------------------------------------------
+
+
+def test_the_model_is_as_before(model):
+    state, forward, modules = copy.deepcopy(model.state_dict()), Layer.__dict__["forward"], dict(model.named_modules())
+    compiled = graphfuse.compile(model, example_inputs=ids(2, 3))
+    compiled.close()
+    assert Layer.__dict__["forward"] is forward
+    assert dict(model.named_modules()) == modules
+    assert model.training
+    torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
+
+
+def test_the_model_is_as_before_when_tracing_fails():
+    class Failing(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            print(x)
+            return super().forward(x)
+
+    model = Model()
+    model.layers = nn.ModuleList(Failing() for _ in range(2))
+    forward = Failing.__dict__["forward"]
+    with pytest.raises(GraphBreakError):
+        graphfuse.compile(model.requires_grad_(False), example_inputs=ids(1, 2))
+    assert Failing.__dict__["forward"] is forward
+
+
+def test_threads_may_trace_models_of_one_class_at_once():
+    forward, failures = Layer.__dict__["forward"], []
+
+    def compile_one(seed: int) -> None:
+        torch.manual_seed(seed)
+        model = Model(2)
+        try:
+            torch.testing.assert_close(graphfuse.compile(model)(ids(2, 3)), model(ids(2, 3)))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=compile_one, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert Layer.__dict__["forward"] is forward
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_nothing_keeps_a_model_that_was_dropped(closed):
+    model = Model()
+    compiled = graphfuse.compile(model, example_inputs=ids(2, 3))
+    alive, session = weakref.ref(model), weakref.ref(compiled._session)
+    if closed:
+        compiled.close()
+    del model, compiled
+    gc.collect()
+    assert alive() is None
+    assert session() is None
+
+
+# --- what a compiled model is ---------------------------------------------------------------------------------------
+
+
+def test_it_has_the_models_signature_attributes_and_parameters(model):
+    compiled = graphfuse.compile(model)
+    assert isinstance(compiled, nn.Module)
+    assert inspect.signature(compiled) == inspect.signature(model.forward)
+    assert compiled.config == {"hidden_size": H}
+    assert compiled.layers is model.layers
+    assert {id(p) for p in compiled.parameters()} == {id(p) for p in model.parameters()}
+    assert list(compiled.state_dict()) == list(model.state_dict())
+    with pytest.raises(AttributeError, match="'Model' object has no attribute 'nope'"):
+        _ = compiled.nope
+
+
+def test_weights_can_be_loaded_through_it(model):
+    torch.manual_seed(1)
+    other = Model()
+    compiled = graphfuse.compile(model, example_inputs=ids(2, 3))
+    compiled.load_state_dict(other.state_dict())
+    torch.testing.assert_close(compiled(ids(2, 3)), other(ids(2, 3)))
+    assert compiled.report.num_graphs == 1
+
+
+def test_the_report_before_the_first_call_says_so(model):
+    compiled = graphfuse.compile(model)
+    assert not compiled.report.traced
+    assert "not traced yet" in compiled.report.headline()
+    compiled(ids(1, 2))
+    assert compiled.report.traced
+
+
+@pytest.mark.parametrize(
+    "example_inputs", [ids(2, 3), (ids(2, 3),), [ids(2, 3), torch.ones(H)], {"ids": ids(2, 3), "scale": 2.0}], ids=str
+)
+def test_example_inputs_trace_at_once(model, example_inputs):
+    assert graphfuse.compile(model, example_inputs=example_inputs).report.num_graphs == 1
+
+
+def test_keywords_constants_and_containers():
+    def forward(self, x, parts, *, options):
+        y = x @ self.weight + parts["a"][0] * options["scale"]
+        return {"out": y, "rest": [parts["a"][1], None], "flag": options["flag"]}
+
+    model = Calls(forward)
+    compiled = graphfuse.compile(model)
+    for rows in (3, 1):
+        x, parts = torch.ones(rows, H), {"a": (torch.ones(H), torch.zeros(2))}
+        options = {"scale": 0.5, "flag": "yes"}
+        torch.testing.assert_close(
+            compiled(x, parts=parts, options=options)["out"], model(x, parts, options=options)["out"]
+        )
+        assert compiled(x, parts, options=options)["flag"] == "yes"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda m: m.__name__)
+def test_it_runs_in_every_mode(model, mode):
+    compiled = graphfuse.compile(model)
+    with mode():
+        out = compiled(ids(2, 3))
+        torch.testing.assert_close(compiled(ids(1, 4)), model(ids(1, 4)))
+    assert not out.requires_grad
+    assert compiled.report.num_graphs == 1
+
+
+def test_train_and_eval_reach_the_model():
+    model = nn.Sequential(nn.Linear(H, H, bias=False), nn.Dropout(0.5)).requires_grad_(False)
+    compiled = graphfuse.compile(model.train())
+    x = torch.ones(64, H)
+    assert not torch.equal(compiled(x), model[0](x))
+    compiled.eval()
+    assert not model[1].training
+    torch.testing.assert_close(compiled(x), model[0](x))
+
+
+def test_a_closed_model_says_so_and_keeps_its_report(model):
+    with graphfuse.compile(model, example_inputs=ids(2, 3)) as compiled:
+        compiled(ids(1, 1))
+    with pytest.raises(ConfigError, match=r"This compiled model is closed\. Call graphfuse\.compile again\."):
+        compiled(ids(1, 1))
+    assert compiled.report.num_graphs == 1
+    compiled.close()
+
+
+@pytest.mark.parametrize("settings", [{"fusion": "off"}, {"executor": "eager"}, {"verify": False}], ids=str)
+def test_settings_do_not_change_values(model, settings):
+    compiled = graphfuse.compile(model, config=FuseConfig(**settings))
+    torch.testing.assert_close(compiled(ids(2, 3)), model(ids(2, 3)))
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_group_the_report_says_why_nothing_fuses():
+    with fake_tp(2) as group:
+        report = trace(Model(2, group), ids(2, 3), None).report
+    assert report.totals == {"all_reduce": 2, "fused": 0, "merged": 0, "declined": 2}
+    assert {site.outcome() for site in report.sites} == {"no group was given"}
+
+
+def test_one_rank_compiles_and_the_report_says_why_nothing_fuses():
+    with fake_tp(1) as group:
+        model = Model(2, group)
+        compiled = graphfuse.compile(model, group)
+        torch.testing.assert_close(compiled(ids(2, 3)), model(ids(2, 3)))
+        assert {s.outcome() for s in compiled.report.sites} == {"the group has one rank: there is nothing to reduce"}
+        assert len(compiled.report.sites) == 2
+
+
+def test_what_is_no_group_is_refused():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with pytest.raises(GroupError, match=r"tp_group is a str\. Pass a ProcessGroup or a one-dimensional DeviceMesh\."):
+        graphfuse.compile(Model(), "tp")
+    with fake_tp(4) as group:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(GroupError, match=r"tp_group is a mesh of 2 dimensions\. .* as in mesh\['tp'\]"):
+            graphfuse.compile(Model(), mesh)
+        assert graphfuse.compile(Model(), mesh["tp"])._session.group.size() == 2
+        outside = torch.distributed.new_group([1, 2])
+        with pytest.raises(GroupError, match=r"This rank is not in tp_group\. .* on the ranks of the group only"):
+            graphfuse.compile(Model(), outside)
+        assert graphfuse.compile(Model(), group)._session.group is group
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_model_or_config_is_refused(model):
+    with pytest.raises(ConfigError, match=r"model is a function\. Pass an nn\.Module"):
+        graphfuse.compile(lambda x: x)
+    with pytest.raises(ConfigError, match=r"config is a dict\. Pass a graphfuse\.FuseConfig\."):
+        graphfuse.compile(model, config={"fusion": "off"})
+    model.config = type("Config", (), {"use_kernels": True})()
+    with pytest.raises(ConfigError, match=r"loaded with use_kernels=True, .* Load it without\."):
+        graphfuse.compile(model)
+
+
+def test_gradients_are_refused_with_both_remedies():
+    message = r"Gradients are on.*torch\.no_grad\(\), or call model\.requires_grad_\(False\)"
+    model = nn.Linear(H, H)
+    compiled = graphfuse.compile(model)
+    with pytest.raises(GradientsEnabledError, match=message):
+        compiled(torch.ones(2, H))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(torch.ones(2, H)), model(torch.ones(2, H)))
+    nested = graphfuse.compile(Calls(lambda self, parts: parts["x"] @ self.weight))
+    with pytest.raises(GradientsEnabledError, match=message):
+        nested({"x": torch.ones(2, H, requires_grad=True)})
+
+
+def data_dependent(self, x):
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def prints(self, x):
+    print("here")
+    return x @ self.weight
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason", "line"),
+    [
+        (data_dependent, "Data-dependent branching", "in data_dependent (if x.sum() > 0:)"),
+        (prints, "print", 'in prints (print("here"))'),
+    ],
+)
+def test_a_graph_break_names_the_line_and_the_remedy(forward, reason, line):
+    with pytest.raises(GraphBreakError) as raised:
+        graphfuse.compile(Calls(forward), example_inputs=torch.ones(2, H))
+    message = str(raised.value)
+    assert message.startswith("The model cannot be traced as one graph: ")
+    assert reason in message
+    assert f"{__file__}:{forward.__code__.co_firstlineno + 1} {line}" in message
+    assert "Rewrite that line with tensor operations, or move it out of forward." in message
+    assert raised.value.__cause__ is not None
+
+
+def test_a_break_in_a_layer_is_named_like_any_other():
+    class Breaking(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 0:
+                x = -x
+            return super().forward(x)
+
+    model = Model()
+    model.layers = nn.ModuleList(Breaking() for _ in range(3))
+    with pytest.raises(GraphBreakError, match=r"test_compile\.py:\d+ in forward \(if x\.sum\(\) > 0:\)"):
+        graphfuse.compile(model.requires_grad_(False), example_inputs=ids(2, 3))
+
+
+def raises(self, x):
+    raise LookupError("no such expert")
+
+
+def asserts(self, x):
+    assert x.shape[1] == 5, "five columns, please"
+    return x
+
+
+def wrong_shapes(self, x):
+    return x @ self.weight[:3]
+
+
+@pytest.mark.parametrize(
+    ("forward", "error", "message"),
+    [
+        (raises, LookupError, "no such expert"),
+        (asserts, AssertionError, "five columns, please"),
+        (wrong_shapes, RuntimeError, r"2x16 and 3x16"),
+        (lambda self, x: x + self.nope, AttributeError, "nope"),
+    ],
+    ids=["raise", "assert", "shapes", "attribute"],
+)
+def test_an_error_of_the_model_is_raised_as_it_is(forward, error, message):
+    """With its own type, message and traceback."""
+    compiled = graphfuse.compile(Calls(forward))
+    with pytest.raises(error, match=message) as raised:
+        compiled(torch.ones(2, H))
+    assert any(entry.frame.code.raw is forward.__code__ for entry in raised.traceback)
+    assert raised.value.__cause__ is None
+    assert not compiled.report.traced
+
+
+def test_after_a_failed_call_another_may_succeed():
+    def forward(self, x):
+        if x.dtype == torch.float64:
+            raise TypeError("not in double precision")
+        return x @ self.weight
+
+    compiled = graphfuse.compile(Calls(forward))
+    with pytest.raises(TypeError, match="not in double precision"):
+        compiled(torch.ones(2, H, dtype=torch.float64))
+    for rows in (2, 1):
+        torch.testing.assert_close(compiled(torch.ones(rows, H)), torch.ones(rows, H) @ torch.ones(H, H))
+    assert compiled.report.num_graphs == 1
+    assert compiled.report.notes == []
+    with pytest.raises(TypeError, match="not in double precision"):
+        compiled(torch.ones(2, H, dtype=torch.float64))
+    torch.testing.assert_close(compiled(torch.ones(3, H)), torch.ones(3, H) @ torch.ones(H, H))
+
+
+def test_required_fusion_that_is_declined_raises_with_the_reasons():
+    with fake_tp(2) as group, pytest.raises(FusionRequiredError) as raised:
+        config = FuseConfig(fusion="require", disabled_rules={"all_reduce_add_rms_norm"})
+        graphfuse.compile(Model(2, group), group, config=config, example_inputs=ids(2, 3))
+    assert "2 residual-stream reductions were declined" in str(raised.value)
+    assert "layers.1: the rule all_reduce_add_rms_norm is switched off" in str(raised.value)
+    assert "use fusion='auto'" in str(raised.value)
+
+
+def test_a_forced_backend_that_cannot_run_is_named_plainly():
+    with fake_tp(2) as group, pytest.raises(BackendUnavailableError, match="flashinfer") as raised:
+        config = FuseConfig(allreduce="flashinfer")
+        graphfuse.compile(Model(2, group), group, config=config, example_inputs=ids(2, 3))
+    assert "torch._dynamo" not in str(raised.value)
+    assert type(raised.value) is BackendUnavailableError
+
+
+def test_a_dump_folder_that_cannot_be_made_is_refused(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    config = FuseConfig(dump=str(tmp_path / "file" / "dumps"))
+    with pytest.raises(ConfigError, match="cannot be made a folder"):
+        graphfuse.compile(model, config=config, example_inputs=ids(2, 3))
+
+
+def test_graphs_are_dumped(model, tmp_path):
+    graphfuse.compile(model, config=FuseConfig(dump=str(tmp_path)), example_inputs=ids(2, 3))
+    assert "graph0_000_before.py" in {path.name for path in tmp_path.iterdir()}
