@@ -70,7 +70,9 @@ class TokenDims:
                     torch._dynamo.maybe_mark_dynamic(tensors[name], dim)
                 else:
                     torch._dynamo.decorators.mark_unbacked(tensors[name], dim, shape_id=quantity)
-            yield
+            # What may be decided either way is not decided by these sizes (DTensor asks whether a batch is even).
+            with torch.fx.experimental._config.patch(backed_size_oblivious=marking is Marking.DYNAMIC):
+                yield
         finally:
             for attributes, _ in owners:  # first all, then all: one tensor may be several arguments
                 for mark in _MARKS:

@@ -39,7 +39,9 @@ def summary(error: BaseException) -> str:
     what = lines[0].rstrip(".") if lines else type(error).__name__
     where = f", at {place}" if (place := _place(lines)) else ""
     why = next((line.removeprefix("Explanation:") for line in lines if line.startswith("Explanation:")), "")
-    return textwrap.shorten(f"{what}{where}.{why}", 500, placeholder=" ...")
+    if ": got " in why:  # first the op and its operands, then the error that matters
+        why = " " + why.split(": got ", 1)[1].split("\\n", 1)[0]
+    return textwrap.shorten(re.sub(r" at 0x[0-9a-f]+", "", f"{what}{where}.{why}"), 500, placeholder=" ...")
 
 
 def _lines(error: BaseException) -> list[str]:
