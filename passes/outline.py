@@ -8,19 +8,24 @@ times (`invoke_subgraph`), and is compiled once.
 
 The period is found from the graph alone: two nodes are alike if they have the same target, constants, result shapes and
 dtypes; two runs are if their nodes are, and are wired alike. Values from outside (weights, caches) become operands.
+What must happen where it stands (mutations, random numbers, ops that hold graphs of their own) is like nothing else, so
+no run contains it. A cut may part anything but an op from its several results, a view from its base (the caller would
+take the two for separate memory), and a collective from its wait.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
+
+from graphfuse.passes.graph_reading import VIEWS, is_call
 
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 MIN_NODES = 16
@@ -44,27 +49,37 @@ def outline(module: GraphModule) -> dict[str, int]:
     return {name: len(chunks)}
 
 
-@dataclass(frozen=True)
-class _Run:
-    start: int
-    period: int
-    count: int
+# --- alike nodes, and the period at which they come again -------------------------------------------------------------
 
 
 def _look(node: Node, calls: set[Node]) -> Hashable:
     """What must agree for two nodes to be alike, wherever they stand. How they are wired is compared afterwards."""
+    if not _may_move(node):
+        return node
+    return _text(node, lambda arg: "value" if arg in calls else "input"), _shape(node)
 
-    def show(arg: Any) -> Any:
+
+def _may_move(node: Node) -> bool:
+    """Whether a node only computes its result from its arguments."""
+    target, val = node.target, node.meta.get("val")
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem or isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return val is not None and not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _text(node: Node, show: Callable[[Node], Hashable]) -> Hashable:
+    """A node's target and arguments; arguments that are nodes as `show` gives them."""
+
+    def text(arg: Any) -> Hashable:
         if isinstance(arg, Node):
-            return ("value",) if arg in calls else ("input",)
+            return ("node", show(arg))
         if isinstance(arg, (list, tuple)):
-            return tuple(show(a) for a in arg)
+            return tuple(map(text, arg))
         if isinstance(arg, slice):
-            return ("slice", arg.start, arg.stop, arg.step)
+            return ("slice", text(arg.start), text(arg.stop), text(arg.step))
         return (type(arg).__name__, str(arg))
 
-    kwargs = tuple((k, show(v)) for k, v in sorted(node.kwargs.items()))
-    return str(node.target), tuple(show(a) for a in node.args), kwargs, _shape(node)
+    return node.target, text(node.args), tuple((name, text(arg)) for name, arg in sorted(node.kwargs.items()))
 
 
 def _shape(node: Node) -> Hashable:
@@ -73,9 +88,16 @@ def _shape(node: Node) -> Hashable:
     return tuple(
         (str(v.dtype), tuple(map(str, v.shape)), tuple(map(str, v.stride())), str(v.device))
         if isinstance(v, torch.Tensor)
-        else type(v).__name__
+        else (type(v).__name__, str(v))
         for v in values
     )
+
+
+@dataclass(frozen=True)
+class _Run:
+    start: int
+    period: int
+    count: int
 
 
 def _longest_run(looks: list[Hashable]) -> _Run | None:
@@ -89,11 +111,9 @@ def _longest_run(looks: list[Hashable]) -> _Run | None:
     distances: Counter[int] = Counter()
     for where in places.values():
         for step in (1, 2, 3, 4):  # the same look up to 4 times a layer
-            distances.update(b - a for a, b in zip(where, where[step:], strict=False))
+            distances.update(b - a for a, b in zip(where, where[step:], strict=False) if b - a >= MIN_NODES)
     best: _Run | None = None
     for period, _ in distances.most_common(24):
-        if period < MIN_NODES:
-            continue
         for start, length in _stretches(codes, period):
             count = length // period + 1
             if count >= 2 and (best is None or count * period - period > best.count * best.period - best.period):
@@ -115,6 +135,9 @@ def _stretches(codes: list[int], period: int) -> list[tuple[int, int]]:
     return found
 
 
+# --- alike chunks -----------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class _Wiring:
     """A chunk in canonical form: chunks of equal `key` are one function of `operands`, which gives `results`."""
@@ -128,56 +151,63 @@ def _wiring(chunk: list[Node]) -> _Wiring:
     inside = {node: i for i, node in enumerate(chunk)}
     operands: dict[Node, int] = {}
 
-    def show(arg: Any) -> Any:
-        if isinstance(arg, Node):
-            if arg in inside:
-                return ("own", inside[arg])
-            return ("operand", operands.setdefault(arg, len(operands)))
-        if isinstance(arg, (list, tuple)):
-            return tuple(show(a) for a in arg)
-        if isinstance(arg, slice):
-            return ("slice", show(arg.start), show(arg.stop), show(arg.step))
-        return (type(arg).__name__, str(arg))
+    def show(arg: Node) -> Hashable:
+        return ("own", inside[arg]) if arg in inside else ("operand", operands.setdefault(arg, len(operands)))
 
-    body = tuple(
-        (str(n.target), tuple(show(a) for a in n.args), tuple((k, show(v)) for k, v in sorted(n.kwargs.items())))
-        for n in chunk
-    )
-    results = [n for n in chunk if any(user not in inside for user in n.users)]
-    key = (
-        body,
-        tuple(map(_shape, operands)),
-        tuple(inside[n] for n in results),
-    )
+    body = tuple(_text(node, show) for node in chunk)
+    results = [node for node in chunk if any(user not in inside for user in node.users)]
+    key = (body, tuple(map(_shape, operands)), tuple(inside[node] for node in results))
     return _Wiring(key, list(operands), results)
 
 
 def _chunks(nodes: list[Node], run: _Run) -> list[list[Node]]:
-    """The run cut into alike chunks, at the first place where no cut parts an op from its several results."""
+    """The run cut into alike chunks, at the first place where a cut is allowed."""
     end = run.start + run.count * run.period
     for start in range(run.start, run.start + run.period):
         chunks = [nodes[i : i + run.period] for i in range(start, end - run.period + 1, run.period)]
-        chunks = _alike(chunks) if len(chunks) > 1 else []
-        if chunks:
-            return chunks
+        if len(chunks) > 1 and _may_be_cut(_wiring(chunks[len(chunks) // 2])):
+            chunks = _alike(chunks)
+            if chunks:
+                return chunks
     return []
 
 
 def _alike(chunks: list[list[Node]]) -> list[list[Node]]:
     """The chunks whose wiring is the most common one; the first and last of a run may differ."""
     wirings = [_wiring(chunk) for chunk in chunks]
-    (key, count), *_ = Counter(w.key for w in wirings).most_common(1)
-    usable = all(isinstance(n.meta.get("val"), torch.Tensor) for w in wirings if w.key == key for n in w.results)
-    if count < 2 or not usable:
+    ((key, count),) = Counter(w.key for w in wirings).most_common(1)
+    if count < 2 or not all(_may_be_cut(w) for w in wirings if w.key == key):
         return []
     return [chunk for chunk, wiring in zip(chunks, wirings, strict=True) if wiring.key == key]
+
+
+def _may_be_cut(wiring: _Wiring) -> bool:
+    given = all(isinstance(n.meta.get("val"), (torch.Tensor, torch.SymInt)) for n in wiring.operands)
+    return given and all(map(_may_leave, wiring.results))
+
+
+def _may_leave(node: Node) -> bool:
+    """Whether a value may be the result of a subgraph: one tensor, memory of its own, and complete."""
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    source = node.args[0] if node.target is operator.getitem else node
+    if not isinstance(source, Node) or not isinstance(source.target, torch._ops.OpOverload):
+        return False
+    if is_call(source, *VIEWS) or any(result.alias_info is not None for result in source.target._schema.returns):
+        return False
+    return (
+        source.target.namespace != "_c10d_functional" or source.target is torch.ops._c10d_functional.wait_tensor.default
+    )
+
+
+# --- the rewrite ------------------------------------------------------------------------------------------------------
 
 
 def _outline_chunks(module: GraphModule, chunks: list[list[Node]], name: str) -> None:
     setattr(module, name, _subgraph(module, chunks[0]))
     graph = module.graph
     for chunk in chunks:
-        wiring = _wiring(chunk)
+        wiring, inside = _wiring(chunk), set(chunk)
         with graph.inserting_before(chunk[-1].next):
             body = graph.get_attr(name)
             call = graph.call_function(invoke_subgraph, (body, name, *wiring.operands))
@@ -185,7 +215,6 @@ def _outline_chunks(module: GraphModule, chunks: list[list[Node]], name: str) ->
             for i, result in enumerate(wiring.results):
                 item = graph.call_function(operator.getitem, (call, i))
                 item.meta = dict(result.meta)
-                inside = set(chunk)
                 result.replace_all_uses_with(item, delete_user_cb=lambda user, inside=inside: user not in inside)  # type: ignore[misc]
         for node in reversed(chunk):
             graph.erase_node(node)

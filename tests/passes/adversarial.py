@@ -208,6 +208,11 @@ LOOK_ALIKES = [
         lambda m, x, r: llama(torch.add(r, m.sum(x) + m.norm.bias, alpha=2), m.norm.weight),
         reason="the add scales one of its operands",
     ),
+    Case(
+        "per_head_weightless",
+        lambda m, x, r: llama((r + m.sum(x)).view(-1, 4, HIDDEN // 4), None),
+        reason="no RMSNorm reads the sum; it feeds view",
+    ),
     Case("merged_heads", _merged_heads, reason="no residual add follows; the reduced value feeds view"),
     Case("in_place_on_an_input", _in_place_on_an_input, reason="the reduced value has another user: copy_"),
     Case("in_place_on_a_slice", _in_place_on_a_slice, reason="no residual add follows; the reduced value feeds"),

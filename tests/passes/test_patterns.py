@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from graphfuse.passes import default_rules
+from graphfuse.passes.fuse_add_rms_norm import FUSE_ADD_RMS_NORM
 from graphfuse.testing import Trace, assert_golden, fake_tp, trace
 from tests.passes.adversarial import DISGUISED, LOOK_ALIKES
 from tests.passes.zoo import FUSED, HIDDEN, LEFT_ALONE, Case, Module
@@ -61,3 +64,69 @@ def test_without_its_rule_a_pattern_is_not_fused(rule, groups):
     case = next(case for case in FUSED if case.op == rule.name)
     (site,) = traced(case, groups, rules=others).report.sites
     assert site.op != rule.name
+
+
+# --- a rule that matches too much is noticed --------------------------------------------------------------------------
+
+BY_NAME = {case.name: case for case in LEFT_ALONE + LOOK_ALIKES}
+
+NEEDS_APPLIES = [
+    "fp32_weight",
+    "fp32_weight_and_output",
+    "fp32_residual",
+    "broadcast_residual",
+    "scalar_residual",
+    "bias_then_norm",
+    "weight_from_activations",
+    "rounded_twice",
+]
+
+WEAKER_CHECKS = [
+    ("groups.Groups.why_not", lambda _self, _name: None, "other_group"),
+    ("rms_norm.widens", lambda _cast: True, "through_fp16"),
+    ("rms_norm.widens", lambda _cast: True, "down_and_up"),
+    ("rms_norm.gate_of", lambda _output: None, "gated"),
+    ("rms_norm._rounded_on_the_way", lambda _step, _dtype: None, "in_float64"),
+    ("reciprocal_root._is_square", lambda node, x: node.args[0] is x, "cube"),
+    ("reciprocal_root._divides_by", lambda node, total, _size: node.args[0] is total, "sum_over_another_size"),
+    ("graph_reading.keeps_rows", lambda _view: True, "per_head_weightless"),
+    ("graph_reading.same_shape", lambda _a, _b: True, "broadcast_residual"),
+]
+
+
+def is_noticed(case: Case, groups: dict[str, dist.ProcessGroup], rules=None) -> bool:
+    """Whether a case that must be left alone is fused now, or the graph does not even hold together."""
+    try:
+        return traced(case, groups, rules).report.totals["fused"] > 0
+    except Exception:
+        return True
+
+
+@pytest.mark.parametrize("name", NEEDS_APPLIES)
+def test_a_rule_without_its_check_is_noticed(name, groups):
+    careless = [dataclasses.replace(rule, applies=lambda _site, _context: None) for rule in default_rules()]
+    assert is_noticed(BY_NAME[name], groups, careless)
+    assert not is_noticed(BY_NAME[name], groups)
+
+
+@pytest.mark.parametrize(("check", "weaker", "name"), WEAKER_CHECKS, ids=lambda value: str(value)[:40])
+def test_a_weaker_match_is_noticed(check, weaker, name, groups, monkeypatch):
+    assert not is_noticed(BY_NAME[name], groups)
+    place, attribute = f"graphfuse.passes.{check}".rsplit(".", 1)
+    monkeypatch.setattr(pkgutil.resolve_name(place), attribute, weaker)
+    if check == "graph_reading.same_shape":  # bound by name where it is used
+        monkeypatch.setattr("graphfuse.passes.fuse_add_rms_norm.same_shape", weaker)
+    assert is_noticed(BY_NAME[name], groups)
+
+
+def test_a_match_that_ignores_scaled_adds_is_noticed(groups):
+    """The scale is dropped when the add says so by a keyword that the matcher does not see."""
+
+    def without_alpha(node, context):
+        for wait in node.users:
+            for add in wait.users:
+                add.kwargs = {}
+        return FUSE_ADD_RMS_NORM.match(node, context)
+
+    careless = [dataclasses.replace(FUSE_ADD_RMS_NORM, match=without_alpha)]
+    assert is_noticed(BY_NAME["scaled_residual"], groups, careless)
