@@ -71,8 +71,8 @@ class TokenDims:
                 else:
                     torch._dynamo.decorators.mark_unbacked(tensors[name], dim, shape_id=quantity)
             # What may be decided either way is not decided by these sizes (DTensor asks whether a batch is even).
-            shape_config: Any = torch.fx.experimental._config
-            with shape_config.patch(backed_size_oblivious=marking is Marking.DYNAMIC):
+            shape_config = torch.fx.experimental._config
+            with shape_config.patch(backed_size_oblivious=marking is Marking.DYNAMIC):  # type: ignore[attr-defined]
                 yield
         finally:
             for attributes, _ in owners:  # first all, then all: one tensor may be several arguments
