@@ -35,6 +35,7 @@ from graphfuse.errors import ConfigError, FusionRequiredError, GroupError
 from graphfuse.executors import check_mode, compile_with_inductor, resolve_executor, run_eagerly
 from graphfuse.inlining import inline
 from graphfuse.module_paths import annotate_paths
+from graphfuse.ops import attention as _attention  # noqa: F401  (registers the op)
 from graphfuse.passes import default_rules
 from graphfuse.passes.driver import run_passes, select_rules
 from graphfuse.passes.dump import Dump
@@ -130,6 +131,8 @@ class Session:
         self._spent("passes", result.seconds)
         self.report.rules = result.rules
         self.report.moe = _moe_layers(module)
+        if self.config.moe_config_dir and self.report.moe:
+            self.report.note("moe_config_dir is not read: this version runs experts on plain PyTorch kernels")
         self._prepare_workspaces(result.sites, device)
         sites = [dataclasses.replace(s, backends=self._served(s)) for s in result.sites]
         self.report.add_graph(sites)
@@ -149,6 +152,12 @@ class Session:
             if self.mode is not None:
                 self.report.note(f"mode={self.mode!r} is for Inductor; the eager executor ignores it")
             return run_eagerly(module, inputs)
+        if self.mode is not None and _writes_caches(module):
+            # CUDA-graph trees copy an input whose address may change; what attention writes would stay in the copy.
+            self.report.note(
+                f"mode={self.mode!r} is ignored: its CUDA graphs would lose what attention writes to caches"
+            )
+            self.mode = None
         repeats = outline(module)
         if repeats:
             log.info("outlined %s", repeats)
@@ -174,13 +183,13 @@ class Session:
 
     def _prepare_workspaces(self, sites: Sequence[SiteReport], device: torch.device) -> None:
         """Make the comm backends of the sites just found ready, on every rank or on none."""
-        if self._capture is not None or self.group is None or all(site.op is None for site in sites):
+        if self._capture is not None or self.group is None:
             return
         from graphfuse.comm import pool
 
-        for (dtype, hidden_size), decision in list(self._decisions.items()):
-            held = (self.group, dtype, hidden_size)
-            if decision.allowed and held not in self._workspaces:
+        for dtype, hidden_size in dict.fromkeys(site.served_as for site in sites if site.served_as):
+            held, decision = (self.group, dtype, hidden_size), self._decisions[dtype, hidden_size]
+            if held not in self._workspaces:
                 self._decisions[dtype, hidden_size] = pool.prepare(
                     self.group, decision, dtype=dtype, hidden_size=hidden_size, device=device
                 )
@@ -333,6 +342,12 @@ def _moe_layers(module: GraphModule) -> list[dict[str, Any]]:
         for node in module.graph.nodes
         if node.op == "call_function" and str(node.target).startswith("graphfuse.moe_experts")
     ]
+
+
+def _writes_caches(module: GraphModule) -> bool:
+    """Whether some attention op of a graph is handed a cache."""
+    attention = (n for n in module.graph.nodes if n.target is torch.ops.graphfuse.attention.default)
+    return any(node.args[4] is not None for node in attention)
 
 
 def _copy(module: GraphModule) -> GraphModule:

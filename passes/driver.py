@@ -100,7 +100,7 @@ def run_passes(
             matches += 1
             fuel = None if fuel is None else fuel - 1
             if reduction_fate is not None:
-                reduction_fate.fuse(outcome, norm, context)
+                reduction_fate.fuse(rule, outcome, norm, context)
         graph.eliminate_dead_code()
         seconds = time.perf_counter() - started
         result.rules[rule.name] = {"matches": matches, "declines": declines, "seconds": round(seconds, 4)}
@@ -142,9 +142,11 @@ class _Fate:
     backends: tuple[dict, ...] = ()
     declines: list[DeclineReport] = field(default_factory=list)
 
-    def fuse(self, site: Site, norm: str | None, context: Context) -> None:
-        self.op, self.norm, self.served_as = site.op, norm, (site.dtype, site.hidden_size)
-        self.backends = tuple(context.decide(*self.served_as).to_json()["ranges"])
+    def fuse(self, rule: Rule, site: Site, norm: str | None, context: Context) -> None:
+        self.op, self.norm = site.op, norm
+        if rule.dispatched:
+            self.served_as = (site.dtype, site.hidden_size)
+            self.backends = tuple(context.decide(*self.served_as).to_json()["ranges"])
 
     def report(self) -> SiteReport:
         site = SiteReport(self.index, self.module, self.norm, FUSED, self.op, self.backends, (), True, self.served_as)

@@ -142,4 +142,5 @@ FUSE_ADD_RMS_NORM = Rule(
     applies=applies,
     rewrite=emit_fused,
     reduces=frozenset({torch.ops.graphfuse.all_reduce_add_rms_norm.default}),
+    dispatched=True,
 )

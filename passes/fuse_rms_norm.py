@@ -70,4 +70,5 @@ FUSE_RMS_NORM = Rule(
     applies=applies,
     rewrite=emit_fused,
     reduces=frozenset({torch.ops.graphfuse.all_reduce_rms_norm.default}),
+    dispatched=True,
 )

@@ -79,3 +79,6 @@ class Rule:
 
     reduces: frozenset[object] = frozenset()
     """Ops this rule emits that sum their first argument over the compiled group, for the verifier."""
+
+    dispatched: bool = False
+    """The op picks a comm backend by size at run time: workspaces are made for it, and the report names its ranges."""
