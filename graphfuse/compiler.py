@@ -209,8 +209,7 @@ class CompiledModel(nn.Module):
                 self._orig_mod(*args, **kwargs)  # its own error explains more than any of ours
             raise GraphBreakError(break_text(reason)) from reason
         given_up = self._attempts.pop(0)
-        what = "layers were traced flat" if given_up.regions else "batch and length are not one graph"
-        self._notes.append(f"{what}: {summary(reason)}")
+        self._notes.append(f"{given_up.without}: {summary(reason)}")
         log.info("%s", self._notes[-1])
 
     def _run(self, compiled: Callable, marking: Marking, args: tuple, kwargs: dict) -> Any:
@@ -262,11 +261,19 @@ class _Attempt:
     regions: bool
     marking: Marking
 
+    @property
+    def without(self) -> str:
+        """What is lost when it does not work."""
+        if self.regions:
+            return "layers were traced flat"
+        unbacked = self.marking is Marking.UNBACKED
+        return "batch and length are not one graph" if unbacked else "there may be more than four graphs"
+
 
 def _attempts(model: nn.Module) -> list[_Attempt]:
     """The ways to trace a model, best first: layers as regions and sizes unbacked; flat; with dynamic sizes."""
     regions = [_Attempt(True, Marking.UNBACKED)] if repeated_layer_classes(model) else []
-    return [*regions, _Attempt(False, Marking.UNBACKED), _Attempt(False, Marking.DYNAMIC)]
+    return [*regions, *(_Attempt(False, marking) for marking in Marking)]
 
 
 class _TracingFailed(Exception):

@@ -7,7 +7,9 @@ lists, tuples and objects (caches) keep their shapes, and so do dimensions that 
 run time from then on; a call that shows them to be two is traced again, once.
 
 `UNBACKED` marks them with `mark_unbacked`: nothing may depend on the size, not even whether it is 1, and there is one
-graph. A model that cannot be traced so gets `DYNAMIC`: up to four graphs, since sizes of 1 specialise.
+graph. A model that cannot be traced so gets `DYNAMIC`: up to four graphs, since sizes of 1 specialise, but what may be
+decided either way does not look at sizes (DTensor asks whether a batch is even). With `GUARDED` it does, which models
+need that broadcast an argument of one row over others; such a model asks whatever it asks.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ _MARKS = (
 class Marking(enum.Enum):
     UNBACKED = "unbacked"
     DYNAMIC = "dynamic"
+    GUARDED = "guarded"
 
 
 def token_dims(tensor: Tensor) -> range:
@@ -66,11 +69,10 @@ class TokenDims:
                 if "_dynamo_static_indices" in attributes:
                     attributes["_has_dynamo_dim_marking"] = True
             for (name, dim), quantity in self._read(tensors).items():
-                if marking is Marking.DYNAMIC:
-                    torch._dynamo.maybe_mark_dynamic(tensors[name], dim)
-                else:
+                if marking is Marking.UNBACKED:
                     torch._dynamo.decorators.mark_unbacked(tensors[name], dim, shape_id=quantity)
-            # What may be decided either way is not decided by these sizes (DTensor asks whether a batch is even).
+                else:
+                    torch._dynamo.maybe_mark_dynamic(tensors[name], dim)
             shape_config = torch.fx.experimental._config
             with shape_config.patch(backed_size_oblivious=marking is Marking.DYNAMIC):  # type: ignore[attr-defined]
                 yield

@@ -27,6 +27,7 @@ from graphfuse.errors import (
     GroupError,
 )
 from graphfuse.testing import fake_tp, trace
+from tests import broken_forwards
 
 H, VOCAB = 16, 32
 
@@ -115,12 +116,13 @@ def test_a_broadcast_token_dimension_steps_down_to_dynamic_sizes():
     """Positions [1, S] for ids [B, S]: no unbacked size can say so. The report does."""
     add = Calls(lambda self, x, positions: x @ self.weight + positions[..., None])
     compiled = graphfuse.compile(add)
-    for batch in (1, 3, 2):
+    for batch in (1, 3, 2, 1):
         x, positions = torch.ones(batch, 5, H), torch.arange(5)[None]
         torch.testing.assert_close(compiled(x, positions), add(x, positions))
-    assert compiled.report.num_graphs <= 4
-    (note,) = compiled.report.notes
-    assert note.startswith("batch and length are not one graph: ")
+    assert compiled.report.num_graphs == 2
+    first, second = compiled.report.notes
+    assert first.startswith("batch and length are not one graph: ")
+    assert second.startswith("there may be more than four graphs: ")
 
 
 def test_a_model_that_asks_for_its_size_gets_at_most_four_graphs_and_a_note():
@@ -134,7 +136,7 @@ def test_a_model_that_asks_for_its_size_gets_at_most_four_graphs_and_a_note():
     assert 2 <= compiled.report.num_graphs <= 4
     (note,) = compiled.report.notes
     assert "batch and length are not one graph" in note
-    assert "if x.shape[0] > 1" in note or "x.shape[0] > 1" in note
+    assert "x.shape[0] > 1" in note
 
 
 def test_models_of_one_class_do_not_disturb_each_other():
@@ -387,22 +389,11 @@ def test_gradients_are_refused_with_both_remedies():
         nested({"x": torch.ones(2, H, requires_grad=True)})
 
 
-def data_dependent(self, x):
-    if x.sum() > 0:
-        return x
-    return -x
-
-
-def prints(self, x):
-    print("here")
-    return x @ self.weight
-
-
 @pytest.mark.parametrize(
     ("forward", "reason", "line"),
     [
-        (data_dependent, "Data-dependent branching", "in data_dependent (if x.sum() > 0:)"),
-        (prints, "print", 'in prints (print("here"))'),
+        (broken_forwards.data_dependent, "Data-dependent branching", "in data_dependent (if x.sum() > 0:)"),
+        (broken_forwards.prints, "print", 'in prints (print("here"))'),
     ],
 )
 def test_a_graph_break_names_the_line_and_the_remedy(forward, reason, line):
@@ -411,7 +402,7 @@ def test_a_graph_break_names_the_line_and_the_remedy(forward, reason, line):
     message = str(raised.value)
     assert message.startswith("The model cannot be traced as one graph: ")
     assert reason in message
-    assert f"{__file__}:{forward.__code__.co_firstlineno + 1} {line}" in message
+    assert f"{broken_forwards.__file__}:{forward.__code__.co_firstlineno + 1} {line}" in message
     assert "Rewrite that line with tensor operations, or move it out of forward." in message
     assert raised.value.__cause__ is not None
 
@@ -429,25 +420,12 @@ def test_a_break_in_a_layer_is_named_like_any_other():
         graphfuse.compile(model.requires_grad_(False), example_inputs=ids(2, 3))
 
 
-def raises(self, x):
-    raise LookupError("no such expert")
-
-
-def asserts(self, x):
-    assert x.shape[1] == 5, "five columns, please"
-    return x
-
-
-def wrong_shapes(self, x):
-    return x @ self.weight[:3]
-
-
 @pytest.mark.parametrize(
     ("forward", "error", "message"),
     [
-        (raises, LookupError, "no such expert"),
-        (asserts, AssertionError, "five columns, please"),
-        (wrong_shapes, RuntimeError, r"2x16 and 3x16"),
+        (broken_forwards.raises, LookupError, "no such expert"),
+        (broken_forwards.asserts, AssertionError, "five columns, please"),
+        (broken_forwards.wrong_shapes, RuntimeError, r"2x16 and 3x16"),
         (lambda self, x: x + self.nope, AttributeError, "nope"),
     ],
     ids=["raise", "assert", "shapes", "attribute"],

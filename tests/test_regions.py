@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import graphfuse
+from graphfuse import backend
 from graphfuse.region_marks import marked_regions, repeated_layer_classes
+from graphfuse.testing import fake_tp, trace
 
 H = 16
 
@@ -241,6 +246,43 @@ def test_values_and_writes_are_those_of_the_eager_model(case):
     assert compiled.report.num_graphs == 1
     expected = [f"layers were traced flat: {FLAT[case]}."] if case in FLAT else []
     assert compiled.report.notes == expected
+
+
+class Reducing(Plain):
+    """A layer of a tensor-parallel model."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.norm, self.group = nn.RMSNorm(H), group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + fc.all_reduce(self.proj(self.norm(x)), "sum", self.group)
+
+
+class ReducingStack(Stack):
+    def __init__(self, num_layers: int, group: dist.ProcessGroup) -> None:
+        super().__init__(*[Reducing(group) for _ in range(num_layers)])
+        self.norm = nn.RMSNorm(H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
+def test_a_body_is_traced_once_and_sites_between_layers_are_fused(monkeypatch):
+    """Regions do not hide the layer boundary: each site's norm is the next layer's, the last one's the final norm."""
+    bodies: list[GraphModule] = []
+    capture = backend._capture_body
+    monkeypatch.setattr(
+        backend, "_capture_body", lambda module, inputs: bodies.append(module) or capture(module, inputs)
+    )
+    with fake_tp(2) as group:
+        report = trace(lambda: ReducingStack(12, group), tokens(), group).report
+    assert len(bodies) == 1
+    norms = [f"layers.{i}.norm" for i in range(1, 12)] + ["norm"]
+    assert [(s.module, s.norm, s.status) for s in report.sites] == [
+        (f"layers.{i}", norm, "fused") for i, norm in enumerate(norms)
+    ]
+    assert report.notes == []
 
 
 def test_the_marks_are_taken_off_whatever_happens():

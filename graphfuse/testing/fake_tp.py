@@ -29,12 +29,13 @@ def fake_tp(world_size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
     names = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         assert dist.group.WORLD is not None
         yield dist.group.WORLD
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +41,9 @@ def trace(
     """Trace and rewrite a model, and run nothing.
 
     Args:
-        model_or_factory: a module, or a function that builds one. A factory is called with the default device "meta",
-            so a model of any size takes no memory; example inputs are moved there too.
+        model_or_factory: a module, traced as it is, or a function that builds one. A factory is called with the default
+            device "meta", so a model of any size takes no memory; example inputs are moved there too. Its model is
+            traced in evaluation mode.
         example_inputs: as for `graphfuse.compile`.
         group: the group to compile for, from `fake_tp`.
         rules: only these rules, in this order; None means the config's.
@@ -53,21 +55,20 @@ def trace(
     """
     config = config or FuseConfig()
     if rules is not None:
-        import dataclasses
-
         config = dataclasses.replace(config, rules=tuple(rules))
     if isinstance(model_or_factory, nn.Module):
         model = model_or_factory
     else:
         with torch.device("meta"):
-            model = model_or_factory()
+            model = model_or_factory().eval()
         example_inputs = _to_meta(example_inputs)
-    model = model.eval().requires_grad_(False)
     graphs: list[tuple[GraphModule, GraphModule]] = []
     compiled = CompiledModel(
         model, resolve_group(group), config, facts=facts, capture=lambda before, after: graphs.append((before, after))
     )
-    compiled.trace(example_inputs)
+    with torch.no_grad():
+        compiled.trace(example_inputs)
+    compiled.close()
     if len(graphs) != 1:
         raise TraceMismatchError(f"The model traced into {len(graphs)} graphs. Give inputs that one graph serves.")
     return Trace(*graphs[0], compiled.report)
@@ -87,7 +88,7 @@ def assert_fused(
 
     Args:
         fused: how many are fused.
-        declined: for each declined one, its module path and a part of the reason.
+        declined: the module paths of declined ones, and a part of the reason for those in that module.
 
     Returns:
         The report.
@@ -100,15 +101,15 @@ def assert_fused(
     if report.totals["fused"] != fused:
         faults.append(f"{report.totals['fused']} reductions are fused, expected {fused}")
     expected = dict(declined or {})
-    for site in report.sites:
-        if site.status == FUSED:
-            continue
-        reason = expected.pop(site.module, None)
+    left = [site for site in report.sites if site.status != FUSED]
+    for site in left:
+        place, reason = site.module or "(top)", expected.get(site.module)
         if reason is None:
-            faults.append(f"{site.module or '(top)'} is {site.status}, unexpectedly: {site.outcome()}")
+            faults.append(f"{place} is {site.status}, unexpectedly: {site.outcome()}")
         elif reason not in site.outcome():
-            faults.append(f"{site.module or '(top)'}: the reason is {site.outcome()!r}, expected {reason!r} in it")
-    faults += [f"{module or '(top)'} is not among the declined ones" for module in expected]
+            faults.append(f"{place}: the reason is {site.outcome()!r}, expected {reason!r} in it")
+    missing = expected.keys() - {site.module for site in left}
+    faults += [f"{module or '(top)'} is not among the declined ones" for module in sorted(missing)]
     if faults:
         raise TraceMismatchError("; ".join(faults) + f"\n{report}")
     return report

@@ -36,14 +36,14 @@ def sites(report: dict) -> list[tuple[str, str, str]]:
     return [(site["module"], site["norm"], site["op"]) for site in report["sites"]]
 
 
-def parallelized(group, norm, shard_embedding):
+def parallelized(group, norm, shard_embedding, shapes):
     whole, sharded, mesh = models.perceptrons(group, norm, shard_embedding)
-    return compare(whole, sharded, mesh if shard_embedding else group, MORE_SHAPES)
+    return compare(whole, sharded, mesh if shard_embedding else group, shapes)
 
 
 @pytest.mark.parametrize("norm", [models.Norm, nn.RMSNorm], ids=["own norm", "nn.RMSNorm"])
 def test_a_parallelized_module_is_fused_whole_in_one_graph(ranks, norm):
-    for differences, report, num_graphs in ranks.run(2, parallelized, norm, False):
+    for differences, report, num_graphs in ranks.run(2, parallelized, norm, False, MORE_SHAPES):
         assert max(differences) < 1e-5
         assert num_graphs == 1
         assert sites(report) == [
@@ -54,9 +54,10 @@ def test_a_parallelized_module_is_fused_whole_in_one_graph(ranks, norm):
         assert report["notes"] == ["layers were traced flat: a layer takes or returns DTensors."]
 
 
-def test_a_sharded_embedding_costs_graphs_and_the_report_says_so(ranks):
+@pytest.mark.parametrize("shapes", [SHAPES[:2], pytest.param(MORE_SHAPES, marks=pytest.mark.slow)], ids=len)
+def test_a_sharded_embedding_costs_graphs_and_the_report_says_so(ranks, shapes):
     """torch's sharded embedding asks whether sizes are 1. The reduction behind it meets the first norm."""
-    for differences, report, num_graphs in ranks.run(2, parallelized, models.Norm, True):
+    for differences, report, num_graphs in ranks.run(2, parallelized, models.Norm, True, shapes):
         assert max(differences) < 1e-5
         assert 2 <= num_graphs <= 4
         assert report["graphs"] == num_graphs
@@ -73,7 +74,7 @@ def of_transformers(group, family, shapes):
     return compare(*models.transformers_model(group, family, num_layers=2), shapes)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_a_transformers_model_sharded_by_its_own_plan_is_fused_whole(ranks, family):
     for differences, report, num_graphs in ranks.run(2, of_transformers, family, SHAPES[:2], timeout=150):
         assert max(differences) < 1e-5
