@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 SCHEMA = 1
 FUSED, MERGED, DECLINED = "fused", "merged", "declined"
@@ -136,10 +137,10 @@ class Report:
         return f"{t['all_reduce']} all-reduces: {t['fused']} fused, {t['merged']} merged, {t['declined']} declined"
 
     def __rich__(self) -> RenderableType:
+        if not self.traced:
+            return Text(f"graphfuse: {self.headline()}")
         table = Table(title=f"graphfuse: {self.headline()}", title_justify="left", caption_justify="left")
         table.caption = escape("\n".join(self._footnotes())) or None
-        if not self.traced:
-            return table
         for column in ("#", "reduction in", "norm", "status", "became, or why not", "served by"):
             table.add_column(column, overflow="fold")
         for site in self.sites:

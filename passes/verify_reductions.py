@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from graphfuse.errors import ReductionProofError
 from graphfuse.passes.graph_reading import CASTS, VIEWS, aten, is_call, module_path, value
 from graphfuse.passes.groups import Groups, group_ranks
-from graphfuse.passes.reductions import reductions
+from graphfuse.passes.reductions import c10d, reductions
 from graphfuse.passes.rule import Rule
 
 Entry = tuple[str, str, tuple[int, ...]]
@@ -83,12 +83,19 @@ def _reducing_ops(rules: Collection[Rule]) -> frozenset[object]:
 
 def _entries(graph: Graph, groups: Groups, reducing_ops: Collection[object] = ()) -> Counter[Entry]:
     entries: Counter[Entry] = Counter()
-    for node in reductions(graph):
+    for node in filter(_is_read, reductions(graph)):
         entries[_source(node.args[0]), str(node.args[1]), _ranks(str(node.args[2]), groups)] += 1
     for node in graph.nodes:
         if is_call(node, *reducing_ops):
             entries[_source(node.args[0]), "sum", _ranks(_group_argument(node), groups)] += 1
     return entries
+
+
+def _is_read(reduction: Node) -> bool:
+    """Whether somebody reads the sum. Unread reductions stay in a graph as side effects, and reduce nothing."""
+    return any(user.users or not is_call(user, c10d.wait_tensor.default) for user in reduction.users) or is_call(
+        reduction, c10d.all_reduce_.default
+    )
 
 
 def _ranks(name: str | None, groups: Groups) -> tuple[int, ...]:

@@ -265,7 +265,7 @@ def test_weights_can_be_loaded_through_it(model):
 def test_the_report_before_the_first_call_says_so(model):
     compiled = graphfuse.compile(model)
     assert not compiled.report.traced
-    assert "not traced yet" in compiled.report.headline()
+    assert "not traced yet" in str(compiled.report)
     compiled(ids(1, 2))
     assert compiled.report.traced
 

@@ -11,7 +11,16 @@ EXAMPLES = ROOT / "examples"
 
 
 def on_two_ranks(script: str, *arguments: object) -> str:
-    command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, EXAMPLES / script, *arguments)
+    command = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        EXAMPLES / script,
+        *arguments,
+    )
     return run(*command, folder=ROOT)
 
 

@@ -37,7 +37,16 @@ QWEN3_8B = {
 def test_the_script_runs_on_two_ranks(checkpoint, tmp_path):  # noqa: F811
     script = (SCRIPT + GENERATE).replace("path/to/checkpoint", str(checkpoint))
     (tmp_path / "script.py").write_text(script)
-    output = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "script.py", folder=tmp_path)
+    output = run(
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        "script.py",
+        folder=tmp_path,
+    )
     assert output.count("5 all-reduces: 5 fused") == 2  # once a rank
     assert output.count("length") + output.count("stop") == 4  # two prompts a rank
 

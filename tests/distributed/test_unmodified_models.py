@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 import graphfuse
 from tests.distributed import unmodified_models as models
 
+# DTensor takes unbacked sizes from torch 2.13 on.
+ONE_GRAPH = TorchVersion(torch.__version__) >= "2.13"
 SHAPES = ((2, 5), (1, 1), (3, 2))
 MORE_SHAPES = (*SHAPES, (1, 7), (3, 1), (2, 2))
 
@@ -45,13 +48,14 @@ def parallelized(group, norm, shard_embedding, shapes):
 def test_a_parallelized_module_is_fused_whole_in_one_graph(ranks, norm):
     for differences, report, num_graphs in ranks.run(2, parallelized, norm, False, MORE_SHAPES):
         assert max(differences) < 1e-5
-        assert num_graphs == 1
+        assert num_graphs == 1 if ONE_GRAPH else num_graphs <= 4
         assert sites(report) == [
             ("layers.0.down", "layers.1.norm", "all_reduce_add_rms_norm"),
             ("layers.1.down", "layers.2.norm", "all_reduce_add_rms_norm"),
             ("layers.2.down", "norm", "all_reduce_add_rms_norm"),
         ]
-        assert report["notes"] == ["layers were traced flat: a layer takes or returns DTensors."]
+        assert report["notes"][0] == "layers were traced flat: a layer takes or returns DTensors."
+        assert len(report["notes"]) == (1 if ONE_GRAPH else 2)
 
 
 @pytest.mark.parametrize("shapes", [SHAPES[:2], pytest.param(MORE_SHAPES, marks=pytest.mark.slow)], ids=len)
@@ -78,7 +82,7 @@ def of_transformers(group, family, shapes):
 def test_a_transformers_model_sharded_by_its_own_plan_is_fused_whole(ranks, family):
     for differences, report, num_graphs in ranks.run(2, of_transformers, family, SHAPES[:2], timeout=150):
         assert max(differences) < 1e-5
-        assert num_graphs == 2
+        assert 1 <= num_graphs <= 2
         mlp = "mlp.down_proj" if family == "llama" else "mlp.experts"
         expected = [("model.embed_tokens", "model.layers.0.input_layernorm", "all_reduce_rms_norm")]
         for i in range(2):
