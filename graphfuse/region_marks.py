@@ -20,14 +20,34 @@ _MIN_LAYERS = 2
 
 
 def repeated_layer_classes(model: nn.Module) -> list[type[nn.Module]]:
-    """Classes of which some `nn.ModuleList` of the model holds at least two instances."""
+    """Classes of which some `nn.ModuleList` or `nn.Sequential` of the model holds at least two instances, itself or in
+    containers within it. Containers are never layers, nor are torch's modules of a single op (`nn.Linear`, `nn.ReLU`)
+    in an `nn.Sequential`, where they are the steps of one layer."""
     classes: list[type[nn.Module]] = []
     for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            counts = Counter(type(child) for child in module)
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            counts = Counter(type(layer) for layer in _layers_in(module))
             classes += [c for c, n in counts.items() if n >= _MIN_LAYERS and c not in classes]
     nested = {type(m) for c in classes for layer in _instances(model, c) for m in layer.modules() if m is not layer}
     return [c for c in classes if c not in nested]
+
+
+def _layers_in(container: nn.Module) -> Iterator[nn.Module]:
+    for child in container.children():
+        if _is_container(child):
+            yield from _layers_in(child)
+        elif not (isinstance(container, nn.Sequential) and _is_single_op(child)):
+            yield child
+
+
+def _is_container(module: nn.Module) -> bool:
+    """A plain `nn.Sequential`, or a list or dict of modules that nobody gave a forward."""
+    holds_only = isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+    return holds_only or type(module) is nn.Sequential
+
+
+def _is_single_op(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
 
 
 def _instances(model: nn.Module, cls: type[nn.Module]) -> Iterator[nn.Module]:

@@ -327,3 +327,31 @@ def test_layers_are_the_repeated_classes_of_module_lists_and_not_what_they_conta
     assert repeated_layer_classes(Stack(Plain())) == []
     assert repeated_layer_classes(Stack(Plain(), Scaled(1.0), Scaled(2.0), Plain())) == [Plain, Scaled]
     assert repeated_layer_classes(Stack(Nested(), Nested())) == [Nested]
+
+
+def test_a_sequential_of_layers_counts_like_a_list_and_its_single_ops_do_not():
+    assert repeated_layer_classes(nn.Sequential(Plain(), Plain())) == [Plain]
+    assert repeated_layer_classes(nn.Sequential(Plain())) == []
+    assert repeated_layer_classes(nn.Sequential(linear(), nn.ReLU(), linear(), nn.ReLU())) == []
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        nn.ModuleList([nn.ModuleList([Plain(), Plain()]), nn.ModuleList([Plain(), Plain()])]),
+        nn.ModuleList([nn.ModuleList([Plain()]), nn.ModuleList([Plain()])]),
+        nn.ModuleList([nn.Sequential(Plain(), nn.ReLU()), nn.Sequential(Plain(), nn.ReLU())]),
+        nn.ModuleList([nn.ModuleDict({"a": Plain()}), nn.ModuleDict({"a": Plain()})]),
+    ],
+    ids=["lists of two", "lists of one", "sequentials", "dicts"],
+)
+def test_containers_are_no_layers_but_what_they_hold_is(container):
+    assert repeated_layer_classes(container) == [Plain]
+
+
+def test_regions_of_a_sequential_keep_their_values():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Plain(), Plain(), Plain()), torch.randn(3, H)
+    with torch.no_grad():
+        want = model(x)
+        torch.testing.assert_close(graphfuse.compile(model)(x), want)
