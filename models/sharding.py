@@ -30,7 +30,7 @@ class TensorParallel:
 
     @classmethod
     def of(cls, tp_group: dist.ProcessGroup | DeviceMesh | None) -> TensorParallel:
-        """Raises GroupError for a mesh of several dimensions or a group this rank is not in."""
+        """Raises GroupError for a mesh of several dimensions, a group this rank is not in, or what is no group."""
         if isinstance(tp_group, DeviceMesh):
             if tp_group.ndim != 1:
                 raise GroupError(
@@ -39,6 +39,10 @@ class TensorParallel:
             tp_group = tp_group.get_group()
         if tp_group is None:
             return cls(None, 1, 0)
+        if tp_group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(tp_group, dist.ProcessGroup):
+            raise GroupError(
+                f"tp_group is of type {type(tp_group).__name__}. Pass a ProcessGroup or a one-dimensional DeviceMesh."
+            )
         rank = dist.get_rank(tp_group)
         if rank < 0:
             raise GroupError(

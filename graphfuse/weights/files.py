@@ -8,7 +8,7 @@ Source: https://huggingface.co/docs/safetensors
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +36,9 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+
+    listed: bool = True
+    """False where the checkpoint has an index and the tensor is not in it, which is right for ignored ones only."""
 
 
 def find_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -81,6 +84,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _from_index(index: Path) -> dict[str, StoredTensor]:
+    """The tensors of all files of the index, and whether it lists them. It never leads to a file elsewhere."""
     try:
         files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         names_of = {file: {name for name, f in files.items() if f == file} for file in sorted(set(files.values()))}
@@ -88,6 +92,11 @@ def _from_index(index: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{index} is damaged ({error}). Download it again.") from error
     tensors: dict[str, StoredTensor] = {}
     for file, names in names_of.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file:
+            raise CheckpointError(
+                f"{index} names the file {file!r}, which is no name of a file beside it. Download it again, from a "
+                "source that you trust."
+            )
         path = index.parent / file
         if not path.is_file():
             raise CheckpointError(f"{index} names the file {file!r}, which is not there. Download it again.")
@@ -95,5 +104,10 @@ def _from_index(index: Path) -> dict[str, StoredTensor]:
         lacking = sorted(names - header.keys())
         if lacking:
             raise CheckpointError(f"{index} says that {lacking[0]!r} is in {file}, but it is not. Download them again.")
-        tensors.update(header)
+        twice = sorted(name for name in header if files.get(name, file) != file)
+        if twice:
+            raise CheckpointError(
+                f"{index} says that {twice[0]!r} is in {files[twice[0]]}, but {file} holds it too. Download both again."
+            )
+        tensors |= {name: replace(tensor, listed=name in names) for name, tensor in header.items()}
     return tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,16 +13,17 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
-from graphfuse.errors import CheckpointError, ConfigError, GroupError, UnsupportedModelError
+from graphfuse.errors import CheckpointError, ConfigError, GraphfuseError, GroupError, UnsupportedModelError
 from graphfuse.weights import stream
-from graphfuse.weights.files import find_tensors
+from graphfuse.weights.config import read_config
+from graphfuse.weights.files import DTYPES, find_tensors
 
 logger = logging.getLogger("graphfuse")
 
 IMPLEMENTATIONS = ("auto", "graphfuse", "transformers")
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def load(
@@ -51,13 +53,21 @@ def load(
     Raises:
         CheckpointError: the folder or a file is missing, damaged, pickled, or does not fit the config.
         UnsupportedModelError: implementation="graphfuse" and there is no definition for the config.
-        ConfigError: an unknown implementation. GroupError: a group that cannot be used.
+        ConfigError: an unknown implementation, a dtype that no weights have here, or a device that is not there.
+        GroupError: a group that cannot be used.
     """
     from graphfuse.models import registry
     from graphfuse.models.sharding import TensorParallel
 
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(f"implementation is {implementation!r}. Use one of {', '.join(IMPLEMENTATIONS)}.")
+    if dtype is not None and dtype not in DTYPES.values():
+        raise ConfigError(
+            f"dtype={dtype!r} is no dtype of weights. Pass one of {', '.join(map(str, DTYPES.values()))}, or None for "
+            "the checkpoint's."
+        )
+    if device is not None:
+        device = available_device(device)
     tp = TensorParallel.of(tp_group)
     folder = local_folder(path_or_hub_id)
     config = read_config(folder)
@@ -82,8 +92,8 @@ def load(
     return model
 
 
-def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """The folder itself, or the hub's snapshot of it.
+def local_folder(path_or_hub_id: str | os.PathLike[str], files: Sequence[str] = HUB_FILES) -> Path:
+    """The folder itself, or the hub's snapshot of it, which has those of the repository's files that match `files`.
 
     Raises:
         CheckpointError: neither a folder nor a repository that can be downloaded or is cached.
@@ -100,7 +110,7 @@ def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{name!r} is no local folder, and the hub does not give it ({type(error).__name__}: {error}). Check the "
@@ -108,20 +118,23 @@ def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
         ) from error
 
 
-def read_config(folder: Path) -> PretrainedConfig:
-    """config.json as transformers reads it.
-
-    Raises:
-        CheckpointError: there is none, or transformers cannot make sense of it.
-    """
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} has no config.json. Pass the folder of a complete checkpoint.")
+def available_device(device: torch.device | str) -> torch.device:
+    """The device, if this process has it. Raises `ConfigError` otherwise."""
     try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder / 'config.json'} cannot be read ({error}). Check or download it again."
-        ) from error
+        wanted = torch.device(device)
+        if wanted.type in ("cpu", "meta"):
+            return wanted
+        module = torch.get_device_module(wanted)
+        count = module.device_count() if module.is_available() else 0
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise ConfigError(f"device={device!r} is no device of this PyTorch. Pass 'cpu', 'cuda' or 'cuda:0'.") from error
+    if count == 0:
+        raise ConfigError(f"device={device!r}, but there is no {wanted.type} device here. Pass 'cpu', or None.")
+    if (wanted.index or 0) >= count:
+        raise ConfigError(
+            f"device={device!r}, but the {wanted.type} devices here are 0 to {count - 1}. Pass one of them, or None."
+        )
+    return wanted
 
 
 def default_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -156,5 +169,9 @@ def _load_transformers(
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype or "auto", use_safetensors=True, distributed_config=DistributedConfig(tp_size=size)
         ).eval()
-    except (OSError, ImportError) as error:
-        raise CheckpointError(f"transformers cannot load {folder} ({error}). See its message.") from error
+    except GraphfuseError:
+        raise
+    except (OSError, ImportError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"transformers cannot load {folder} ({type(error).__name__}: {error}). See its message."
+        ) from error

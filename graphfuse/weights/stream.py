@@ -71,6 +71,12 @@ def check(
                 f"Tensor {plan.name!r} in {tensor.file} has dtype {tensor.dtype}; readable are {', '.join(DTYPES)}. "
                 "Use an unquantised checkpoint."
             )
+    unlisted = sorted(name for name, tensor in stored.items() if not tensor.listed and not ignored(name))
+    if unlisted:
+        raise CheckpointError(
+            f"{stored[unlisted[0]].file} has the tensor {unlisted[0]!r}, which the checkpoint's index does not list. "
+            "Check that both are of one checkpoint, or download them again."
+        )
     taken = {plan.name for plan in plans}
     extra = sorted(name for name in stored if name not in taken and not ignored(name))
     if extra:

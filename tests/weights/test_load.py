@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from graphfuse.errors import CheckpointError, ConfigError, UnsupportedModelError
+from graphfuse.errors import CheckpointError, ConfigError, GroupError, UnsupportedModelError
 from graphfuse.models.causal_lm import CausalLM
 from graphfuse.models.sharding import TensorParallel
 from graphfuse.weights import load as load_module
@@ -248,6 +248,88 @@ def test_an_index_that_names_a_missing_file_or_tensor(copy_of):
     index.write_text("{}")
     with pytest.raises(CheckpointError, match=r"index.json is damaged"):
         load(folder)
+
+
+def test_a_tensor_that_the_index_does_not_list_is_named_unless_the_model_ignores_it(saved, copy_of):
+    folder = copy_of("llama")
+    shard(folder)
+    rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    original = load_file(folder / "a.safetensors")
+    save_file(original | rotary, folder / "a.safetensors")
+    assert_same_logits(folder, saved["llama"])
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"]["lm_head.weight"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"a.safetensors has the tensor 'lm_head.weight', which .* does not list"):
+        load(folder)
+    content["weight_map"]["lm_head.weight"] = "a.safetensors"
+    index.write_text(json.dumps(content))
+    name = next(name for name, file in content["weight_map"].items() if file == "b.safetensors")
+    save_file(original | {name: torch.zeros(48)}, folder / "a.safetensors")
+    with pytest.raises(CheckpointError, match=rf"'{name}' is in b.safetensors, but a.safetensors holds it too"):
+        load(folder)
+
+
+@pytest.mark.parametrize("elsewhere", ["../other/a.safetensors", "..", "/a.safetensors", "sub/a.safetensors", "..\\a"])
+def test_an_index_never_leads_out_of_its_folder(copy_of, elsewhere):
+    folder = copy_of("llama")
+    shard(folder)
+    (folder.parent / "other").mkdir()
+    shutil.copy(folder / "a.safetensors", folder.parent / "other")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"a.safetensors"', json.dumps(elsewhere)))
+    with pytest.raises(CheckpointError, match=r"which is no name of a file beside it"):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, "bf16", 16])
+def test_a_dtype_that_weights_cannot_have_is_refused_with_those_they_can(saved, dtype):
+    with pytest.raises(ConfigError, match=r"is no dtype of weights\. Pass one of .*torch\.bfloat16"):
+        load(saved["llama"].path, dtype=dtype)
+
+
+def test_a_device_that_is_not_there_is_refused(saved, monkeypatch):
+    for device in ("gpu", "cuda:x", 1.5):
+        with pytest.raises(ConfigError, match=r"is no device of this PyTorch\. Pass 'cpu', 'cuda'"):
+            load(saved["llama"].path, device=device)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"device='cuda', but there is no cuda device here\. Pass 'cpu'"):
+        load(saved["llama"].path, device="cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"device='cuda:9', but the cuda devices here are 0 to 1"):
+        load(saved["llama"].path, device="cuda:9")
+
+
+def test_a_group_of_a_wrong_type_is_refused(saved):
+    with pytest.raises(GroupError, match=r"tp_group is of type int\. Pass a ProcessGroup"):
+        load(saved["llama"].path, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_attention_heads": 0}, "has num_attention_heads=0. It must be at least 1"),
+        ({"num_key_value_heads": 0}, "has num_key_value_heads=0. It must be at least 1"),
+        ({"num_hidden_layers": -1}, "has num_hidden_layers=-1. It must be at least 1"),
+        ({"num_attention_heads": 5}, "is not a multiple of the number of attention heads"),
+        ({"hidden_size": "wide"}, "field 'hidden_size'"),
+        ({"rope_parameters": 5}, "field 'rope_parameters'"),
+        ({"architectures": 5}, "has architectures=5. It must be a list"),
+        ({"dtype": "int8"}, "has dtype=torch.int8, which weights cannot have"),
+        ({"dtype": "bfloat"}, "no attribute 'bfloat'"),
+        ({"hidden_act": "nope"}, "transformers cannot load"),
+    ],
+    ids=str,
+)
+def test_a_value_of_the_config_that_cannot_be_is_named(copy_of, values, message):
+    folder = copy_of("llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert message in str(caught.value)
 
 
 def test_pickled_weights_are_refused(copy_of):
