@@ -25,7 +25,7 @@ from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, GradientsEnabledError, GraphBreakError, GraphfuseError, GroupError
 from graphfuse.region_marks import marked_regions, repeated_layer_classes, without_forward_guards
 from graphfuse.report import Report
-from graphfuse.tokens import Marking, TokenDims
+from graphfuse.tokens import Marking, TokenDims, is_empty
 from graphfuse.tracing_errors import TRACING_ERRORS, break_text, model_may_have_raised, summary
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,10 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}. Pass an nn.Module, for instance from graphfuse.load.")
+    if isinstance(model, CompiledModel):
+        raise ConfigError(
+            "The model is compiled already. Compile the original one; each call makes a new one."
+        )
     if getattr(model, "config", None) is not None and getattr(model.config, "use_kernels", False):
         raise ConfigError("The model was loaded with use_kernels=True, whose norms cannot be traced. Load it without.")
     if config is not None and not isinstance(config, FuseConfig):
@@ -145,6 +149,8 @@ class CompiledModel(nn.Module):
             raise ConfigError("This compiled model is closed. Call graphfuse.compile again.")
         self._refuse_gradients(args, kwargs)
         with torch.no_grad():
+            if is_empty(_named(args, kwargs).values()):
+                return self._orig_mod(*args, **kwargs)  # no tokens, no work: nothing to be compiled for
             if self._compiled is not None:
                 try:
                     return self._run(self._compiled, self._attempts[0].marking, args, kwargs)
@@ -182,6 +188,7 @@ class CompiledModel(nn.Module):
 
     def _trace(self, args: tuple, kwargs: dict) -> Any:
         """Trace in the cheapest way that the model allows, and run it."""
+        self.__signature__.bind(*args, **kwargs)  # a wrong call is a TypeError of the model's, not of tracing
         while True:
             self._session.close()
             self._session = self._new_session()
@@ -222,13 +229,14 @@ class CompiledModel(nn.Module):
             inner = error.inner_exception
             if isinstance(inner, GraphfuseError):
                 raise inner from None
-            if self._session.lowering:  # the graph was traced: another way to trace it would not help
-                raise
+            depends_on_sizes = "GuardOnDataDependentSymNode" in f"{type(inner).__name__} {inner}"
+            if self._session.lowering and not depends_on_sizes:
+                raise  # the graph was traced: another way to trace it would not help
             raise _TracingFailed(inner) from error
         except TRACING_ERRORS as error:
             raise _TracingFailed(error) from error
-        except AssertionError as error:
-            if "Guard failed on the same frame" not in str(error):
+        except (AssertionError, RuntimeError) as error:
+            if not any(text in str(error) for text in _SIZES_DIFFER):
                 raise
             # Unbacked sizes were taken to be equal, and these inputs' are not: one of them is broadcast.
             raise _TracingFailed(error) from error
@@ -274,6 +282,10 @@ def _attempts(model: nn.Module) -> list[_Attempt]:
     """The ways to trace a model, best first: layers as regions and sizes unbacked; flat; with dynamic sizes."""
     regions = [_Attempt(True, Marking.UNBACKED)] if repeated_layer_classes(model) else []
     return [*regions, *(_Attempt(False, marking) for marking in Marking)]
+
+
+_SIZES_DIFFER = ("Guard failed on the same frame", "Runtime assertion failed for expression")
+"""What torch says when sizes that a graph was traced for are not those of a call."""
 
 
 class _TracingFailed(Exception):

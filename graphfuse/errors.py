@@ -15,6 +15,10 @@ class UnknownRuleError(ConfigError):
     """`FuseConfig.disabled_rules` or a lookup names a rule that does not exist."""
 
 
+class RuleError(GraphfuseError, RuntimeError):
+    """A rule failed while it read or rewrote a graph."""
+
+
 class GradientsEnabledError(GraphfuseError, RuntimeError):
     """A compiled model was called with gradients on."""
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
+from torch._dynamo.decorators import mark_unbacked
 from torch.nn import Parameter
 
 _MARKS = (
@@ -37,6 +39,14 @@ _MARKS = (
     "_specialize_on",
 )
 """Attributes in which torch keeps what a tensor's dimensions are marked as. Static ones are not ours to change."""
+
+# Where torch can be told (from 2.13 on): otherwise Inductor, and torch's own shape rules, ask whether a size is 0.
+_AT_LEAST_ONE: dict = {"min": 1} if "min" in inspect.signature(mark_unbacked).parameters else {}
+
+
+def is_empty(arguments: Iterable[object]) -> bool:
+    """Whether some argument counts no tokens at all, which no graph is traced for."""
+    return any(a.shape[dim] == 0 for a in arguments if isinstance(a, Tensor) for dim in token_dims(a))
 
 
 class Marking(enum.Enum):
@@ -70,7 +80,7 @@ class TokenDims:
                     attributes["_has_dynamo_dim_marking"] = True
             for (name, dim), quantity in self._read(tensors).items():
                 if marking is Marking.UNBACKED:
-                    torch._dynamo.decorators.mark_unbacked(tensors[name], dim, shape_id=quantity)
+                    mark_unbacked(tensors[name], dim, shape_id=quantity, **_AT_LEAST_ONE)
                 else:
                     torch._dynamo.maybe_mark_dynamic(tensors[name], dim)
             shape_config = torch.fx.experimental._config

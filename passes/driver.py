@@ -6,17 +6,18 @@ graph as it came in. Rewriting can be stopped after the n-th rewrite (fuel) to b
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import GraphModule, Node
 
 from graphfuse.config import FuseConfig
-from graphfuse.errors import UnknownRuleError
+from graphfuse.errors import GraphfuseError, RuleError, UnknownRuleError
 from graphfuse.passes.dump import Dump
 from graphfuse.passes.graph_reading import aten, is_call, module_path
 from graphfuse.passes.reductions import reductions
@@ -87,7 +88,9 @@ def run_passes(
         for node in [n for n in graph.nodes if rule.anchor(n)]:
             if node._erased:  # by a rewrite of this rule, further up
                 continue
-            outcome, closeness = _try(rule, node, context, config, fuel)
+            path = module_path(node) or "the top of the model"
+            with _blame(rule, "reads", path):
+                outcome, closeness = _try(rule, node, context, config, fuel)
             reduction_fate = fate_of.get(node)
             if isinstance(outcome, Decline):
                 declines += 1
@@ -96,7 +99,8 @@ def run_passes(
                     reduction_fate.residual = reduction_fate.residual or outcome.residual
                 continue
             norm = module_path(outcome.norm) if outcome.norm is not None else None
-            rule.rewrite(graph, outcome, context)
+            with _blame(rule, "rewrites", path):
+                rule.rewrite(graph, outcome, context)
             matches += 1
             fuel = None if fuel is None else fuel - 1
             if reduction_fate is not None:
@@ -116,11 +120,27 @@ def run_passes(
     return result
 
 
+@contextlib.contextmanager
+def _blame(rule: Rule, what: str, path: str) -> Iterator[None]:
+    """Name the rule in whatever goes wrong inside it."""
+    try:
+        yield
+    except GraphfuseError:
+        raise
+    except Exception as error:
+        raise RuleError(
+            f"The rule {rule.name!r} fails where it {what} {path}: {type(error).__name__}: {error}. "
+            f"Mend it, or leave it out with disabled_rules={{{rule.name!r}}}."
+        ) from error
+
+
 def _try(rule: Rule, node: Node, context: Context, config: FuseConfig, fuel: int | None) -> tuple[Site | Decline, int]:
     """What a rule says of an anchor, and how close it came (`DeclineReport.closeness`)."""
     if rule.tier is Tier.RELAXED and config.tier != "relaxed":
         return Decline(f"the rule {rule.name} is a relaxed one (tier='relaxed' allows it)"), 0
     site = rule.match(node, context)
+    if not isinstance(site, (Site, Decline)):
+        raise TypeError(f"match returned {site!r}, not a Site or a Decline")
     if isinstance(site, Decline):
         return site, int(site.residual)
     refusal = rule.applies(site, context)

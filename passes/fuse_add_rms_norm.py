@@ -21,6 +21,7 @@ from graphfuse.passes.graph_reading import (
     describe,
     is_call,
     is_fresh_and_unshared,
+    is_parameter,
     readers,
     replay,
     same_shape,
@@ -84,10 +85,10 @@ def match_add_rms_norm(node: Node, context: Context) -> Site | Decline:
 
 
 def _bias(add: Node, reduced: Node) -> Node | None:
-    """The vector that is added, if it is one."""
+    """The vector that is added, if it is a parameter: only one rank will add it, so it must be equal on each."""
     other = add.args[1] if add.args[0] is reduced else add.args[0]
     vector = value(other)
-    if vector is None or add.kwargs.get("alpha", 1) != 1 or vector.dim() != 1:
+    if vector is None or add.kwargs.get("alpha", 1) != 1 or vector.dim() != 1 or not is_parameter(other):
         return None
     return other  # type: ignore[return-value]
 

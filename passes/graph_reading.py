@@ -128,6 +128,13 @@ def replay(views: tuple[Node, ...], start: Node) -> Node:
     return current
 
 
+def is_parameter(node: object) -> bool:
+    """Whether a value is an input of the graph, or a part of one, seen through views and casts."""
+    while is_call(node, *VIEWS, *CASTS, aten.slice.Tensor, aten.select.int):
+        node = node.args[0]  # type: ignore[attr-defined]
+    return isinstance(node, Node) and node.op in ("placeholder", "get_attr")
+
+
 def is_fresh_and_unshared(node: Node, reader: Node) -> bool:
     """Whether a value is memory of its own, made by a matrix product or an expert layer, that `reader` alone reads.
 

@@ -17,11 +17,12 @@ from graphfuse.passes.rule import Context, Decline
 
 c10d = torch.ops._c10d_functional
 ALL_REDUCES = (c10d.all_reduce.default, c10d.all_reduce_.default)
+COALESCED = (c10d.all_reduce_coalesced.default, c10d.all_reduce_coalesced_.default)
 
 
 def all_reduce(node: Node) -> bool:
     """Anchor: an all_reduce of any op over any group."""
-    return is_call(node, *ALL_REDUCES)
+    return is_call(node, *ALL_REDUCES, *COALESCED)
 
 
 def reductions(graph: Graph) -> list[Node]:
@@ -50,6 +51,8 @@ def sum_over_compiled_group(node: Node, context: Context) -> Reduction | Decline
     why_not = context.groups.why_not(str(group_name))
     if why_not is not None:
         return Decline(why_not)
+    if is_call(node, *COALESCED):
+        return Decline("it reduces several tensors in one call, which is left alone")
     if op != "sum":
         return Decline(f"it reduces by {op}, only sums are fused")
     waits = [user for user in node.users if is_call(user, c10d.wait_tensor.default)]

@@ -1,16 +1,19 @@
 """Prove that rewriting kept every reduction: each partial sum is still summed over its group exactly once.
 
-Before the passes the partial sums are the arguments of the all_reduces. Afterwards each, or what a rewrite has put in
-its place, must be the argument of exactly one all_reduce over the same ranks with the same op, or of one fused op. A
-rule that forgets a reduction, doubles one or moves it to another group cannot pass. (It trusts the traced graph itself,
-not the rewriting.)
+Before the passes the partial sums are the arguments of the all_reduces that somebody reads. Afterwards each, or what a
+rewrite has put in its place, must be the argument of exactly one such all_reduce over the same ranks with the same op,
+or of one fused op; and nobody may read a partial sum who did not before, but through views and casts. So a rule that
+forgets a reduction, doubles one, moves it to another group, puts something in front of it, or reads past it is found.
+
+The traced graph itself is trusted, not the rewriting; so is what a fused op does with the sum. This follows reductions
+and their arguments, not the placement of every value.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -18,7 +21,7 @@ from torch.fx import Graph, Node
 from graphfuse.errors import ReductionProofError
 from graphfuse.passes.graph_reading import CASTS, VIEWS, aten, is_call, module_path, value
 from graphfuse.passes.groups import Groups, group_ranks
-from graphfuse.passes.reductions import c10d, reductions
+from graphfuse.passes.reductions import ALL_REDUCES, COALESCED, c10d, reductions
 from graphfuse.passes.rule import Rule
 
 Entry = tuple[str, str, tuple[int, ...]]
@@ -30,11 +33,15 @@ class Ledger:
     """The reductions of a graph, counted, and which values have been replaced by which since then."""
 
     entries: Counter[Entry]
+    readers: dict[str, frozenset[str]]
+    """By a partial sum's name: the names of those that read it, through views and casts or not."""
+
     replaced: defaultdict[str, list[str]]
     """By a value's name: the names of those whose readers it was given. Filled while the ledger lives."""
 
-    def partial(self, name: str) -> str:
-        """The partial sum of this ledger that a value is, or has replaced; its own name if there is none."""
+    def partial(self, name: str, nodes: Mapping[str, Node]) -> str:
+        """The partial sum of this ledger that a value is, or has replaced; its own name if there is none. A value that
+        is computed from another one has not replaced it: it stands between it and its readers."""
         known = {partial for partial, _, _ in self.entries}
         pending, seen = [name], set()
         while pending:
@@ -42,13 +49,19 @@ class Ledger:
             if current in known:
                 return current
             seen.add(current)
-            pending.extend(old for old in self.replaced.get(current, ()) if old not in seen)
+            pending.extend(
+                old
+                for old in self.replaced.get(current, ())
+                if old not in seen and not (old in nodes and current in nodes and _depends(nodes[current], nodes[old]))
+            )
         return name
 
 
 def ledger(graph: Graph, groups: Groups) -> Ledger:
     """Take down every reduction of a graph that is about to be rewritten."""
-    book = Ledger(_entries(graph, groups), defaultdict(list))
+    entries = _entries(graph, groups)
+    readers = _readers(graph, {partial for partial, _, _ in entries})
+    book = Ledger(entries, readers, defaultdict(list))
     replaced, module = book.replaced, graph.owning_module
 
     def follow(old: Node, new: str, user: Node) -> None:
@@ -63,18 +76,56 @@ def ledger(graph: Graph, groups: Groups) -> Ledger:
 
 def verify_reductions(graph: Graph, before: Ledger, groups: Groups, rules: Collection[Rule]) -> None:
     """Raise `ReductionProofError` unless the graph reduces what `before` lists, each exactly once."""
+    reducing = _reducing_ops(rules)
+    nodes = {node.name: node for node in graph.nodes}
+    found = _entries(graph, groups, reducing)
     after: Counter[Entry] = Counter()
-    for (partial, op, ranks), times in _entries(graph, groups, _reducing_ops(rules)).items():
-        after[before.partial(partial), op, ranks] += times
-    if after == before.entries:
-        return
-    paths = {node.name: module_path(node) for node in graph.nodes}
+    for (partial, op, ranks), times in found.items():
+        after[before.partial(partial, nodes), op, ranks] += times
+    paths = {name: module_path(node) for name, node in nodes.items()}
     faults = [f"{_name(entry, paths)} is no longer reduced" for entry in (before.entries - after)]
     faults += [f"{_name(entry, paths)} is reduced once more than before" for entry in (after - before.entries)]
+    for partial, readers in _readers(graph, {partial for partial, _, _ in found}).items():
+        known = before.readers.get(before.partial(partial, nodes), frozenset())
+        faults += [
+            f"the partial sum {partial!r} is read by {name!r} before it is reduced"
+            for name in sorted(readers - known)
+            if not is_call(nodes[name], *reducing, *ALL_REDUCES, *COALESCED)
+        ]
+    if not faults:
+        return
     raise ReductionProofError(
         f"Rewriting changed the reductions of the graph: {'; '.join(faults)}. "
         "Switch off the last rule you added (FuseConfig.disabled_rules) or find it with GRAPHFUSE_FUEL=n."
     )
+
+
+def _readers(graph: Graph, partials: Collection[str]) -> dict[str, frozenset[str]]:
+    """Who reads each partial sum, seen through views, casts and an added bias."""
+    found: dict[str, frozenset[str]] = {}
+    for node in graph.nodes:
+        if node.name in partials:
+            pending, names = [node], set()
+            while pending:
+                for user in pending.pop().users:
+                    through = is_call(user, *VIEWS, *CASTS) or _without_bias(user) is not None
+                    pending.extend([user] if through else [])
+                    names.update([] if through else [user.name])
+            found[node.name] = frozenset(names)
+    return found
+
+
+def _depends(value: Node, on: Node) -> bool:
+    """Whether a value is computed from another one that stands before it."""
+    pending, seen = [value], {value}
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if node is on:
+                return True
+            if node > on and node not in seen:
+                seen.add(node)
+                pending.append(node)
+    return False
 
 
 def _reducing_ops(rules: Collection[Rule]) -> frozenset[object]:

@@ -485,3 +485,70 @@ def test_a_dump_folder_that_cannot_be_made_is_refused(model, tmp_path):
 def test_graphs_are_dumped(model, tmp_path):
     graphfuse.compile(model, config=FuseConfig(dump=str(tmp_path)), example_inputs=ids(2, 3))
     assert "graph0_000_before.py" in {path.name for path in tmp_path.iterdir()}
+
+
+class OnHiddenStates(nn.Module):
+    """Takes hidden states `[B, S, H]`."""
+
+    def __init__(self, group) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(group) for _ in range(3))
+        self.norm = nn.RMSNorm(H)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+def test_layers_of_hidden_states_are_regions_too():
+    with fake_tp(2) as group:
+        report = trace(OnHiddenStates(group), torch.randn(2, 3, H), group).report
+    assert report.totals["fused"] == 3
+    assert report.notes == []
+
+
+@pytest.mark.slow
+def test_inductor_compiles_hidden_states_of_any_batch_and_length():
+    model = OnHiddenStates(None)
+    compiled = graphfuse.compile(model, config=FuseConfig(executor="inductor"))
+    for shape in ((2, 3), (1, 1), (1, 4)):
+        x = torch.randn(*shape, H)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_a_batch_without_tokens_has_a_result_without_tokens():
+    compiled = graphfuse.compile(OnHiddenStates(None))
+    assert compiled(torch.randn(0, 3, H)).shape == (0, 3, H)
+    assert compiled(torch.randn(2, 3, H)).shape == (2, 3, H)
+    assert compiled(torch.randn(2, 0, H)).shape == (2, 0, H)
+    assert compiled.report.num_graphs == 1
+
+
+def test_a_wrong_call_is_the_models_type_error():
+    compiled = graphfuse.compile(Model())
+    with pytest.raises(TypeError, match="missing a required argument: 'ids'"):
+        compiled(idz=torch.zeros(1, 2, dtype=torch.long))
+
+
+def test_a_compiled_model_is_not_compiled_again():
+    with pytest.raises(ConfigError, match=r"compiled already. Compile the original one"):
+        graphfuse.compile(graphfuse.compile(Model()))
+
+
+class Coalesced(nn.Module):
+    def __init__(self, group) -> None:
+        super().__init__()
+        self.norm, self.group = nn.RMSNorm(H).requires_grad_(False), group
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a, b = fc.all_reduce_coalesced([x, y], "sum", self.group)
+        return self.norm(a + b)
+
+
+def test_coalesced_reductions_are_listed_and_left_alone():
+    with fake_tp(2) as group:
+        report = trace(Coalesced(group), (torch.randn(4, H), torch.randn(4, H)), group).report
+    assert report.totals == {"all_reduce": 1, "fused": 0, "merged": 0, "declined": 1}
+    assert "several tensors in one call" in report.sites[0].outcome()

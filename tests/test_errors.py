@@ -78,6 +78,17 @@ def bad_rule(_folder: Path) -> None:
         trace(Model(group), X, group, rules=[replace(rule, name="lossy", rewrite=lose)])
 
 
+def failing_rule(_folder: Path) -> None:
+    """A rule of a user with a mistake in it."""
+
+    def fail(_node, _context):
+        raise KeyError("gamma")
+
+    (rule,) = (rule for rule in default_rules() if rule.name == "all_reduce_add_rms_norm")
+    with fake_tp(2) as group:
+        trace(Model(group), X, group, rules=[replace(rule, name="mistaken", match=fail)])
+
+
 def no_group(_folder: Path) -> None:
     graphfuse.compile(Model(), 2)
 
@@ -128,6 +139,11 @@ TRIGGERS: dict[type[errors.GraphfuseError], tuple[Callable[[Path], None], str, s
     errors.GraphBreakError: (graph_break, "cannot be traced as one graph: ", "move it out of forward."),
     errors.FusionRequiredError: (required, "1 residual-stream reductions were declined", "use fusion='auto'"),
     errors.ReductionProofError: (bad_rule, "is no longer reduced", "GRAPHFUSE_FUEL"),
+    errors.RuleError: (
+        failing_rule,
+        "The rule 'mistaken' fails where it reads",
+        "leave it out with disabled_rules={'mistaken'}.",
+    ),
     errors.GroupError: (no_group, "tp_group is a int.", "Pass a ProcessGroup or a one-dimensional DeviceMesh."),
     errors.ArgumentError: (
         bad_argument,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from graphfuse import FuseConfig
-from graphfuse.errors import ConfigError, ReductionProofError, UnknownRuleError
+from graphfuse.errors import ConfigError, ReductionProofError, RuleError, UnknownRuleError
 from graphfuse.passes import default_rules
 from graphfuse.passes.driver import run_passes, select_rules
 from graphfuse.passes.dump import Dump
@@ -223,6 +223,25 @@ def bypass(_graph, site, _context):
     site.parts.wait.replace_all_uses_with(site.parts.partial)
 
 
+def read_past(graph, site, _context):
+    """The sum stays reduced, and the value that should read it reads the partial one."""
+    wait = site.parts.wait
+    reader = next(iter(wait.users))
+    with graph.inserting_before(reader):
+        early = graph.call_function(aten.neg.default, (site.parts.partial,))
+    early.meta = dict(site.parts.partial.meta)
+    reader.args = tuple(argument if argument is wait else early for argument in reader.args)
+
+
+def squash(graph, site, _context):
+    """Something non-linear in front of the reduction."""
+    partial = site.parts.partial
+    with graph.inserting_after(partial):
+        squashed = graph.call_function(aten.tanh.default, (partial,))
+    squashed.meta = dict(partial.meta)
+    partial.replace_all_uses_with(squashed, delete_user_cb=lambda user: user is not squashed)
+
+
 def double(graph, site, ctx):
     wait = site.parts.wait
     with graph.inserting_after(wait):
@@ -250,13 +269,15 @@ def wrong_rule(rewrite):
     [
         (drop, r"the partial sum 'mm_default' over ranks \[0, 1, 2, 3\] is no longer reduced"),
         (bypass, r"the partial sum 'mm_default' over ranks \[0, 1, 2, 3\] is no longer reduced"),
+        (read_past, r"the partial sum 'mm_default' is read by 'neg\w*' before it is reduced"),
+        (squash, r"the partial sum 'mm_default' over ranks \[0, 1, 2, 3\] is no longer reduced"),
         (double, r"the partial sum 'wait_tensor_default' over ranks \[0, 1, 2, 3\] is reduced once more than before"),
         (
             change(1, "max"),
             r"'mm_default' .* no longer reduced; the partial max 'mm_default' .* once more than before",
         ),
     ],
-    ids=["drops", "bypasses", "doubles", "other_op"],
+    ids=["drops", "bypasses", "reads_past", "squashes", "doubles", "other_op"],
 )
 def test_a_rule_that_changes_a_reduction_is_caught(group, rewrite, message):
     with pytest.raises(ReductionProofError, match=f"Rewriting changed the reductions of the graph: .*{message}"):
@@ -314,3 +335,18 @@ def test_a_rule_that_reduces_the_residual_is_caught(group):
 
     with pytest.raises(ReductionProofError, match=r"'mm_default' .* no longer reduced; .* once more than before"):
         run(flat_layers(1, group.group_name), group, [dataclasses.replace(FUSE_ADD_RMS_NORM, rewrite=rewrite)])
+
+
+@pytest.mark.parametrize("answer", [None, "yes"])
+def test_a_match_that_returns_neither_a_site_nor_a_decline_is_named(group, answer):
+    rule = Rule("odd", all_reduce, lambda _node, _context: answer, lambda _site, _context: None, drop)
+    with pytest.raises(RuleError, match=f"The rule 'odd' fails .* match returned {answer!r}, not a Site"):
+        run(flat_layers(1, group.group_name), group, [rule])
+
+
+def test_a_rewrite_that_fails_is_named(group):
+    def rewrite(_graph, _site, _context):
+        raise KeyError("oops")
+
+    with pytest.raises(RuleError, match=r"The rule 'wrong' fails where it rewrites .* KeyError: 'oops'"):
+        run(flat_layers(1, group.group_name), group, [wrong_rule(rewrite)])

@@ -308,6 +308,12 @@ LEFT_ALONE = [
         lambda m, x, r: llama(m.norm.proj[:1] + m.sum(x), m.norm.weight),
         reason="the residual is broadcast to the shape of the reduced value",
     ),
+    # A vector that is computed may differ between the ranks, of which only the first would add it.
+    Case(
+        "computed_bias",
+        lambda m, x, r: llama(r + (m.sum(x) + m.norm.bias * 2.0), m.norm.weight),
+        reason="no RMSNorm reads the sum; it feeds add",
+    ),
     Case("bias_without_residual", lambda m, x, r: torch.relu(m.sum(x) + m.norm.bias), reason="it feeds relu"),
     Case(
         "bias_then_norm",
