@@ -16,10 +16,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphfuse.config import FuseConfig
-from graphfuse.errors import CheckpointError, ConfigError, UnsupportedModelError
+from graphfuse.errors import ConfigError, UnsupportedModelError
 from graphfuse.facts import Facts
 from graphfuse.report import Report
 from graphfuse.testing import fake_tp, trace
+from graphfuse.weights.config import read_config
+from graphfuse.weights.load import local_folder
 
 
 def explain_checkpoint(
@@ -34,18 +36,13 @@ def explain_checkpoint(
         config: settings.
 
     Raises:
-        CheckpointError: there is no readable config.
+        CheckpointError: there is no such folder or repository, or no readable config in it.
         UnsupportedModelError: no model definition for it.
         SchemaError: the facts file is damaged.
     """
-    from transformers import AutoConfig
-
     if tp < 1:
         raise ConfigError(f"tp={tp} is no number of ranks. Give 1 or more.")
-    try:
-        model_config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} has no config that can be read: {error}") from error
+    model_config = read_config(local_folder(path, ["config.json"]))
     if facts is not None and not isinstance(facts, Facts):
         facts = Facts.from_json(Path(facts))
     described = facts.for_world_size(tp) if facts is not None else None

@@ -55,10 +55,24 @@ def test_one_rank_has_nothing_to_reduce(llama):
 def test_mistakes_are_named(llama, tmp_path):
     with pytest.raises(ConfigError, match="tp=0 is no number of ranks"):
         explain_checkpoint(llama, 0)
-    with pytest.raises(CheckpointError, match="has no config that can be read"):
+    with pytest.raises(CheckpointError, match=r"There is no folder .*nothing\. Check the path, or pass a hub id"):
         explain_checkpoint(tmp_path / "nothing", 2)
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        explain_checkpoint(FACTS, 2)
     with pytest.raises(SchemaError):
         explain_checkpoint(llama, 2, llama / "config.json")
+
+
+def test_of_a_repository_on_the_hub_only_the_config_is_asked_for(llama, monkeypatch):
+    asked = []
+
+    def snapshot_download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(llama)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert explain_checkpoint("someone/some-model", 2).totals["fused"] == 5
+    assert asked == [("someone/some-model", ["config.json"])]
 
 
 def test_a_family_of_transformers_is_explained_with_its_own_plan(tmp_path):

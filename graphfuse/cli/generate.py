@@ -60,6 +60,8 @@ def generate(
             raise ConfigError("Nothing, or too much, to generate from. Give either --prompt or --input.")
         if (input is None) != (output is None):
             raise ConfigError("--input and --output go together. Give both, or --prompt.")
+        if input is not None and output is not None and _overwrites(input, output):
+            raise ConfigError(f"--output {output} would overwrite --input {input}. Give another output path.")
         if prompt == "":
             raise GenerationError("--prompt is empty. Give some text to answer.")
         if dtype not in (None, *_DTYPES):
@@ -112,6 +114,17 @@ def generate(
                     show_report(llm.report)
             llm.close()
         raise SystemExit(exit_code)
+
+
+def _overwrites(input: Path, output: Path) -> bool:
+    """Whether writing `output`, or its unfinished part, would write over `input`, under whatever name."""
+    from graphfuse.generation.jsonl import partial_path
+
+    written = (output, partial_path(output))
+    return any(
+        path.resolve() == input.resolve() or (path.exists() and input.exists() and path.samefile(input))
+        for path in written
+    )
 
 
 def _answer(llm: LLM, prompt: str, params: SamplingParams, chat_template: bool) -> int:

@@ -53,6 +53,8 @@ def _record(line: bytes, number: int) -> Record:
         return Record(data["id"], error=f'The "prompt" of line {number} is not text. Give a string, or "messages".')
     if messages is not None and not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
         return Record(data["id"], error=f'The "messages" of line {number} are not a list of objects. Write them so.')
+    if messages == []:
+        return Record(data["id"], error=f'The "messages" of line {number} is empty. Give at least one message.')
     return Record(data["id"], prompt=prompt if messages is None else messages)
 
 
@@ -72,7 +74,17 @@ def error_line(record: Record) -> str:
 
 
 def _line(data: dict[str, Any]) -> str:
-    return json.dumps(data, ensure_ascii=False) + "\n"
+    line = json.dumps(data, ensure_ascii=False) + "\n"
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # half a surrogate pair in an id: JSON can escape it, UTF-8 cannot hold it
+        return json.dumps(data) + "\n"
+    return line
+
+
+def partial_path(path: Path) -> Path:
+    """What `written_at_once` writes to until it is done."""
+    return path.with_name(path.name + ".partial")
 
 
 @contextmanager
@@ -80,7 +92,7 @@ def written_at_once(path: str | Path) -> Iterator[TextIO]:
     """A file to write to. It grows as `path`.partial, and becomes `path` when the block ends without an error: whoever
     sees `path` sees all of it, and a run that broke off leaves what it had beside it."""
     path = Path(path)
-    partial = path.with_name(path.name + ".partial")
+    partial = partial_path(path)
     try:
         file = partial.open("w", encoding="utf-8")
     except OSError as error:

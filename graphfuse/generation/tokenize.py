@@ -68,6 +68,7 @@ class PromptEncoder:
 
     def _token_ids(self, prompt: Prompt, name: str) -> list[int]:
         if isinstance(prompt, str):
+            _check_text(prompt, name)
             return list(self._tokenizer(prompt)["input_ids"]) if prompt else []
         if not isinstance(prompt, Sequence):
             raise GenerationError(
@@ -97,6 +98,7 @@ class PromptEncoder:
             raise GenerationError(
                 f"{name} is a conversation, but this tokenizer has no chat template. Give plain text."
             )
+        _check_text(messages, name)
         try:
             encoded: Any = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
@@ -106,6 +108,23 @@ class PromptEncoder:
                 f"{name} is refused by the chat template ({_first_line(error)}). Change the roles or their order."
             ) from error
         return list(encoded["input_ids"])
+
+
+def _check_text(value: Any, name: str) -> None:
+    """Refuses half surrogate pairs, which JSON can write and no tokenizer reads, anywhere in text or messages."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise GenerationError(
+                f"{name} has text that is not valid Unicode: character {error.start} is {value[error.start]!a}, half "
+                "of a surrogate pair. Write the whole character."
+            ) from error
+    elif isinstance(value, dict):
+        _check_text(list(value.values()), name)
+    elif isinstance(value, Sequence):
+        for part in value:
+            _check_text(part, name)
 
 
 def _first_line(error: Exception) -> str:

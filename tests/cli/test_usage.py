@@ -38,6 +38,20 @@ def test_a_bad_argument_is_one_clear_line(graphfuse, arguments, message):
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("output", ["in.jsonl", "../here/in.jsonl", "link.jsonl", "copy"])
+def test_an_output_that_would_overwrite_the_input_is_refused_and_nothing_is_written(graphfuse, tmp_path, output):
+    here = tmp_path / "here"
+    here.mkdir()
+    prompts = here / ("copy.partial" if output == "copy" else "in.jsonl")
+    prompts.write_text('{"id": 1, "prompt": "a"}')
+    (here / "link.jsonl").symlink_to(prompts)
+    before = sorted(here.iterdir())
+    result = graphfuse("generate", "--model", "nowhere", "--input", prompts, "--output", here / output)
+    assert result.returncode == 1
+    assert "would overwrite --input" in result.stderr and result.stderr.count("\n") == 1
+    assert sorted(here.iterdir()) == before and "prompt" in prompts.read_text()
+
+
 def test_an_unknown_option_is_a_usage_error(graphfuse):
     result = graphfuse("generate", "--model", "nowhere", "--colour", "red")
     assert result.returncode == 2

@@ -32,6 +32,7 @@ def test_prompts_and_messages_are_read_in_order(tmp_path):
         ('{"id": 7, "prompt": 3}', 7, "is not text"),
         ('{"id": 7, "messages": "a"}', 7, "are not a list of objects"),
         ('{"id": 7, "messages": ["a"]}', 7, "are not a list of objects"),
+        ('{"id": 7, "messages": []}', 7, 'The "messages" of line 2 is empty'),
     ],
 )
 def test_a_line_that_cannot_be_used_becomes_an_error_in_its_place(tmp_path, line, id, message):
@@ -58,6 +59,12 @@ def test_output_lines_hold_what_the_format_says():
     assert line.count("\n") == 1
     assert json.loads(line) == {"id": "x", "text": "é\n", "token_ids": [3, 4], "finish_reason": "stop"}
     assert json.loads(error_line(Record(5, error="why"))) == {"id": 5, "error": "why"}
+
+
+def test_an_id_that_utf8_cannot_hold_comes_back_as_it_was_written(tmp_path):
+    [record] = read(tmp_path, r'{"id": "\ud800é"}')
+    line = error_line(record)
+    assert json.loads(line.encode())["id"] == "\ud800é"
 
 
 def test_the_output_appears_when_it_is_complete(tmp_path):

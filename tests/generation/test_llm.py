@@ -223,6 +223,9 @@ def test_stats_count_the_tokens_of_the_last_call(llm):
         ([True], "only messages, or only token ids"),
         (3.5, "Prompt 1 is of type float"),
         ([{"role": "user"}], 'needs a "role" and a "content"'),
+        ("a\ud800", r"Prompt 1 has text that is not valid Unicode: character 1 is '\\ud800'"),
+        ([{"role": "user", "content": "\ud800"}], "Prompt 1 has text that is not valid Unicode: character 0"),
+        ([{"role": "user", "content": [{"text": "\ud800"}]}], "Prompt 1 has text that is not valid Unicode"),
         ([{"role": "wizard", "content": "a"}], "refused by the chat template .*unknown role wizard"),
     ],
 )
