@@ -1,8 +1,8 @@
 """Trace repeated layers once.
 
-Tracing a model flat costs time in proportion to its depth. So the layers of an `nn.ModuleList` are marked as regions,
-from outside (`graphfuse/region_marks.py`): Dynamo then records one subgraph per distinct layer, and a call
-of it per layer. AOTAutograd would still walk every call, several times. So it is shown something cheaper:
+Tracing a model flat costs time in proportion to its depth. So the layers of an `nn.ModuleList` or `nn.Sequential` are
+marked as regions, from outside (`graphfuse/region_marks.py`): Dynamo then records one subgraph per distinct layer, and
+a call of it per layer. AOTAutograd would still walk every call, several times. So it is shown something cheaper:
 
     Dynamo graph:   call region 0 (x, weights of layer 0) ─► call region 0 (x, weights of layer 1) ─► ...
     seal:           the chain of calls becomes one opaque op with the recorded result shapes
