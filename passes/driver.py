@@ -105,7 +105,8 @@ def run_passes(
             fuel = None if fuel is None else fuel - 1
             if reduction_fate is not None:
                 reduction_fate.fuse(rule, outcome, norm, context)
-        graph.eliminate_dead_code()
+        if matches:
+            graph.eliminate_dead_code()
         seconds = time.perf_counter() - started
         result.rules[rule.name] = {"matches": matches, "declines": declines, "seconds": round(seconds, 4)}
         log.info("%s: %d matched, %d declined, %.3f s", rule.name, matches, declines, seconds)
