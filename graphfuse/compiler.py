@@ -59,9 +59,7 @@ def compile(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}. Pass an nn.Module, for instance from graphfuse.load.")
     if isinstance(model, CompiledModel):
-        raise ConfigError(
-            "The model is compiled already. Compile the original one; each call makes a new one."
-        )
+        raise ConfigError("The model is compiled already. Compile the original one; each call makes a new one.")
     if getattr(model, "config", None) is not None and getattr(model.config, "use_kernels", False):
         raise ConfigError("The model was loaded with use_kernels=True, whose norms cannot be traced. Load it without.")
     if config is not None and not isinstance(config, FuseConfig):
