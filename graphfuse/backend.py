@@ -43,6 +43,7 @@ from graphfuse.passes.groups import Groups
 from graphfuse.passes.outline import outline
 from graphfuse.passes.reductions import reductions
 from graphfuse.passes.rule import Context, Rule
+from graphfuse.region_marks import forget_forward_guards
 from graphfuse.report import DECLINED, Report, SiteReport
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Session:
         started = time.perf_counter()
         self.lowering = False
         sealed = regions.seal(module)
+        forget_forward_guards()
         try:
             regions.trace_bodies(sealed, _capture_body)
             if sealed.regions:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,16 @@ def marked_regions(model: nn.Module) -> Iterator[None]:
                     cls.forward = mark.own
 
 
-def without_forward_guards(guards: Sequence[Any]) -> list[bool]:
-    """For `torch.compile(options={"guard_filter_fn": ...})`: which guards to keep. Those on the layer classes' forward
-    would fail at the second call, when the marks are gone, and trace the model again, flat."""
-    return ["__dict__['forward']" not in g.name and "__dict__)['forward']" not in g.name for g in guards]
+def forget_forward_guards() -> None:
+    """Called while Dynamo compiles a graph: take back its guards on the layer classes' forward. They would fail at the
+    second call, when the marks are gone, and the model would be traced again, flat. (Dynamo's own way to leave out
+    guards, `guard_filter_fn`, builds all of them twice.)"""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and _MARKED:
+        guards = context.guards_context.dynamo_guards
+        guards.inner = type(guards.inner)(g for g in guards.inner if not _is_on_forward(g))
+
+
+def _is_on_forward(guard: Any) -> bool:
+    name = guard.name() if callable(guard.name) else guard.name
+    return "__dict__['forward']" in name or "__dict__)['forward']" in name
