@@ -29,7 +29,30 @@ def repeated_layer_classes(model: nn.Module) -> list[type[nn.Module]]:
             counts = Counter(type(layer) for layer in _layers_in(module))
             classes += [c for c, n in counts.items() if n >= _MIN_LAYERS and c not in classes]
     nested = {type(m) for c in classes for layer in _instances(model, c) for m in layer.modules() if m is not layer}
-    return [c for c in classes if c not in nested]
+    return [c for c in classes if c not in nested and _all_alike(list(_instances(model, c)))]
+
+
+def _all_alike(layers: list[nn.Module]) -> bool:
+    return all(_alike(layers[0], layer) for layer in layers[1:])
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two layers, or what they hold, may be one region. Dynamo compares tensors and plain values of a region's
+    calls itself, but not objects that it met elsewhere first, nor a forward that one instance was given."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return isinstance(a, _PLAIN) and isinstance(b, _PLAIN)
+    if isinstance(a, nn.Module):
+        return _alike(vars(a), vars(b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(map(_alike, a.values(), b.values()))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    return isinstance(a, (*_PLAIN, torch.Tensor)) or bool(a == b)
+
+
+_PLAIN = (int, float, complex, str, bytes, type(None))
 
 
 def _layers_in(container: nn.Module) -> Iterator[nn.Module]:

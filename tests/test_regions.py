@@ -4,6 +4,7 @@ order, several layers of a kind, layers that differ. Where layers cannot be regi
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -355,3 +356,42 @@ def test_regions_of_a_sequential_keep_their_values():
     with torch.no_grad():
         want = model(x)
         torch.testing.assert_close(graphfuse.compile(model)(x), want)
+
+
+class Scaled(nn.Module):
+    """A layer that reads an object which the model has too."""
+
+    def __init__(self, settings) -> None:
+        super().__init__()
+        self.proj, self.settings = nn.Linear(H, H, bias=False), settings
+
+    def forward(self, x):
+        return x + self.proj(x) * self.settings.scale
+
+
+class WithSettings(nn.Module):
+    def __init__(self, *settings) -> None:
+        super().__init__()
+        self.settings = settings[0]
+        self.layers = nn.ModuleList(Scaled(s) for s in settings)
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        x = x * self.settings.scale
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_that_hold_different_objects_or_forwards_are_no_regions():
+    """Dynamo met the shared object elsewhere first, and would take every layer for the first one."""
+    one, two = SimpleNamespace(scale=1.0), SimpleNamespace(scale=2.0)
+    assert repeated_layer_classes(WithSettings(one, one, one)) == [Scaled]
+    unlike = WithSettings(one, one, two)
+    assert repeated_layer_classes(unlike) == []
+    patched = WithSettings(one, one, one)
+    patched.layers[1].proj.forward = lambda x: 2 * x
+    assert repeated_layer_classes(patched) == []
+    for model in (unlike, patched):
+        x = torch.randn(2, 3, H)
+        torch.testing.assert_close(graphfuse.compile(model)(x), model(x))
