@@ -358,7 +358,7 @@ def test_regions_of_a_sequential_keep_their_values():
         torch.testing.assert_close(graphfuse.compile(model)(x), want)
 
 
-class Scaled(nn.Module):
+class Configured(nn.Module):
     """A layer that reads an object which the model has too."""
 
     def __init__(self, settings) -> None:
@@ -373,7 +373,7 @@ class WithSettings(nn.Module):
     def __init__(self, *settings) -> None:
         super().__init__()
         self.settings = settings[0]
-        self.layers = nn.ModuleList(Scaled(s) for s in settings)
+        self.layers = nn.ModuleList(Configured(s) for s in settings)
         self.requires_grad_(False)
 
     def forward(self, x):
@@ -386,7 +386,7 @@ class WithSettings(nn.Module):
 def test_layers_that_hold_different_objects_or_forwards_are_no_regions():
     """Dynamo met the shared object elsewhere first, and would take every layer for the first one."""
     one, two = SimpleNamespace(scale=1.0), SimpleNamespace(scale=2.0)
-    assert repeated_layer_classes(WithSettings(one, one, one)) == [Scaled]
+    assert repeated_layer_classes(WithSettings(one, one, one)) == [Configured]
     unlike = WithSettings(one, one, two)
     assert repeated_layer_classes(unlike) == []
     patched = WithSettings(one, one, one)
