@@ -123,7 +123,8 @@ class CompiledModel(nn.Module):
         self._settings = (group, config, facts, capture)
         self._session = self._new_session()
         self._attempts = _attempts(model)
-        self._notes: list[str] = []
+        unlike = repeated_layer_classes(model, alike=False) and not repeated_layer_classes(model)
+        self._notes = ["layers were traced flat: they hold objects or forwards that are not equal."] if unlike else []
         self._token_dims = TokenDims()
         self._compiled: Callable | None = None
         self._closed = False

@@ -19,17 +19,18 @@ from torch import nn
 _MIN_LAYERS = 2
 
 
-def repeated_layer_classes(model: nn.Module) -> list[type[nn.Module]]:
+def repeated_layer_classes(model: nn.Module, *, alike: bool = True) -> list[type[nn.Module]]:
     """Classes of which some `nn.ModuleList` or `nn.Sequential` of the model holds at least two instances, itself or in
     containers within it. Containers are never layers, nor are torch's modules of a single op (`nn.Linear`, `nn.ReLU`)
-    in an `nn.Sequential`, where they are the steps of one layer."""
+    in an `nn.Sequential`, where they are the steps of one layer. With `alike`, only classes whose instances hold equal
+    objects, and so may be one region."""
     classes: list[type[nn.Module]] = []
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             counts = Counter(type(layer) for layer in _layers_in(module))
             classes += [c for c, n in counts.items() if n >= _MIN_LAYERS and c not in classes]
     nested = {type(m) for c in classes for layer in _instances(model, c) for m in layer.modules() if m is not layer}
-    return [c for c in classes if c not in nested and _all_alike(list(_instances(model, c)))]
+    return [c for c in classes if c not in nested and (not alike or _all_alike(list(_instances(model, c))))]
 
 
 def _all_alike(layers: list[nn.Module]) -> bool:
