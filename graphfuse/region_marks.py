@@ -47,10 +47,18 @@ def _alike(a: Any, b: Any) -> bool:
     if isinstance(a, nn.Module):
         return _alike(vars(a), vars(b))
     if isinstance(a, dict):
-        return list(a) == list(b) and all(map(_alike, a.values(), b.values()))
+        return _equal(list(a), list(b)) and all(map(_alike, a.values(), b.values()))
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(_alike, a, b))
-    return isinstance(a, (*_PLAIN, torch.Tensor)) or bool(a == b)
+    return isinstance(a, (*_PLAIN, torch.Tensor)) or _equal(a, b)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """What `==` says, if it says True or False: of arrays it gives an array, and any object may raise."""
+    try:
+        return (a == b) is True
+    except Exception:
+        return False
 
 
 _PLAIN = (int, float, complex, str, bytes, type(None))

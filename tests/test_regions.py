@@ -7,6 +7,7 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -395,3 +396,19 @@ def test_layers_that_hold_different_objects_or_forwards_are_no_regions():
     for model in (unlike, patched):
         x = torch.randn(2, 3, H)
         torch.testing.assert_close(graphfuse.compile(model)(x), model(x))
+
+
+class Incomparable:
+    def __eq__(self, other: object) -> bool:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: np.ones(1), lambda: np.ones(3), lambda: {torch.ones(3): 1}, Incomparable],
+    ids=["array of one", "array", "keys that are tensors", "error"],
+)
+def test_layers_whose_objects_cannot_be_compared_are_no_regions(make):
+    shared = make()
+    assert repeated_layer_classes(WithSettings(shared, shared)) == [Configured]
+    assert repeated_layer_classes(WithSettings(make(), make())) == []
