@@ -28,7 +28,6 @@ from graphfuse.passes.graph_reading import (
     value,
 )
 from graphfuse.passes.norm_site import emit, erase_reduction, norm_fits, require_norm
-from graphfuse.passes.norm_weight import bring_before
 from graphfuse.passes.reductions import Reduction, all_reduce, gate_allows, sum_over_compiled_group
 from graphfuse.passes.rms_norm import RMSNorm
 from graphfuse.passes.rule import Context, Decline, Rule, Site
@@ -114,8 +113,6 @@ def emit_fused(graph: Graph, site: Site, context: Context) -> None:
     example = value(add)
     assert example is not None and context.groups.name is not None
     is_dead = is_fresh_and_unshared(reduction.partial, reduction.node)
-    if norm.weight is not None:
-        bring_before(norm.weight, add)
     with graph.inserting_before(add):
         partial = reduction.partial
         if parts.bias is not None:
@@ -124,13 +121,9 @@ def emit_fused(graph: Graph, site: Site, context: Context) -> None:
             partial = graph.call_function(aten.add.Tensor, (partial, parts.bias), {"alpha": share})
             partial.meta = dict(reduction.node.meta)
         partial = replay(parts.views, partial)
-        args = (partial, parts.residual, norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight, is_dead)
-        normed, total = emit(
-            graph, torch.ops.graphfuse.all_reduce_add_rms_norm.default, (*args, context.groups.name), example, add
-        )
-    with graph.inserting_before(norm.output):  # sizes that views ask for may be computed behind the add
-        output = replay(norm.views, normed)
-    norm.output.replace_all_uses_with(output)
+    options = (norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight, is_dead, context.groups.name)
+    op = torch.ops.graphfuse.all_reduce_add_rms_norm.default
+    total = emit(graph, op, (partial, parts.residual, *options), example, add, norm)
     add.replace_all_uses_with(total)
     graph.erase_node(add)
     erase_reduction(graph, reduction)

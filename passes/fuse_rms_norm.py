@@ -15,9 +15,8 @@ import torch
 from torch.fx import Graph, Node
 
 from graphfuse.ops import fused_all_reduce  # noqa: F401  (registers the op)
-from graphfuse.passes.graph_reading import replay, value
+from graphfuse.passes.graph_reading import value
 from graphfuse.passes.norm_site import emit, erase_reduction, norm_fits, require_norm
-from graphfuse.passes.norm_weight import bring_before
 from graphfuse.passes.reductions import Reduction, all_reduce, gate_allows, sum_over_compiled_group
 from graphfuse.passes.rms_norm import RMSNorm
 from graphfuse.passes.rule import Context, Decline, Rule, Site
@@ -52,13 +51,7 @@ def emit_fused(graph: Graph, site: Site, context: Context) -> None:
     example = value(reduction.reduced)
     assert example is not None and context.groups.name is not None
     args = (reduction.partial, norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight, context.groups.name)
-    if norm.weight is not None:
-        bring_before(norm.weight, reduction.node)
-    with graph.inserting_before(reduction.node):
-        normed, reduced = emit(graph, torch.ops.graphfuse.all_reduce_rms_norm.default, args, example, reduction.node)
-    with graph.inserting_before(norm.output):  # sizes that views ask for may be computed behind the reduction
-        output = replay(norm.views, normed)
-    norm.output.replace_all_uses_with(output)
+    reduced = emit(graph, torch.ops.graphfuse.all_reduce_rms_norm.default, args, example, reduction.node, norm)
     reduction.wait.replace_all_uses_with(reduced)
     erase_reduction(graph, reduction)
 

@@ -7,8 +7,8 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from graphfuse.passes.graph_reading import describe, readers, same_dim, value
-from graphfuse.passes.norm_weight import comes_from_inputs
+from graphfuse.passes.graph_reading import describe, readers, replay, same_dim, value
+from graphfuse.passes.norm_weight import bring_before, comes_from_inputs
 from graphfuse.passes.reciprocal_root import NearMiss
 from graphfuse.passes.reductions import Reduction
 from graphfuse.passes.rms_norm import RMSNorm, find_rms_norm
@@ -47,19 +47,26 @@ def norm_fits(norm: RMSNorm, reduction: Reduction) -> Decline | None:
     return None
 
 
-def emit(graph: Graph, op: object, args: tuple, example: torch.Tensor, origin: Node) -> tuple[Node, Node]:
-    """Insert a fused op with two results shaped like `example`; returns the nodes of the results."""
+def emit(graph: Graph, op: object, args: tuple, example: torch.Tensor, origin: Node, norm: RMSNorm) -> Node:
+    """Insert a fused op before `origin`. Of its results, shaped like `example`, the first takes the place of the norm's
+    output, and the second is returned."""
     place = {key: origin.meta[key] for key in _PLACE if key in origin.meta}
     contiguous = torch.empty_like(example, memory_format=torch.contiguous_format)
     fakes = (contiguous, torch.empty_like(contiguous))
-    call = graph.call_function(op, args)  # type: ignore[arg-type]
-    call.meta = {**place, "val": fakes}
+    if norm.weight is not None:
+        bring_before(norm.weight, origin)
     results = []
-    for index, fake in enumerate(fakes):
-        item = graph.call_function(operator.getitem, (call, index))
-        item.meta = {**place, "val": fake}
-        results.append(item)
-    return results[0], results[1]
+    with graph.inserting_before(origin):
+        call = graph.call_function(op, args)  # type: ignore[arg-type]
+        call.meta = {**place, "val": fakes}
+        for index, fake in enumerate(fakes):
+            item = graph.call_function(operator.getitem, (call, index))
+            item.meta = {**place, "val": fake}
+            results.append(item)
+    with graph.inserting_before(norm.output):  # sizes that views ask for may be computed behind `origin`
+        output = replay(norm.views, results[0])
+    norm.output.replace_all_uses_with(output)
+    return results[1]
 
 
 def erase_reduction(graph: Graph, reduction: Reduction) -> None:
