@@ -76,16 +76,12 @@ def moe_experts(
     Raises:
         ArgumentError: a shape, dtype, device or name does not fit.
     """
-    weights = ExpertWeights(
-        gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale,
-        tuple(block_shape) if block_shape is not None else None, gate_up_layout == "interleaved", transposed,
-    )  # fmt: skip
-    _check(
-        tokens, weights, topk_ids, topk_weights, gate_up_layout, activation, tokens_scale, intermediate_scale,
-        out_dtype, first_expert, num_experts,
+    weights, dtype = _checked(
+        tokens, gate_up, down, topk_ids, topk_weights, num_experts, first_expert, gate_up_bias, down_bias,
+        gate_up_layout, transposed, activation, activation_limit, gate_up_scale, down_scale, tokens_scale,
+        intermediate_scale, block_shape, out_dtype,
     )  # fmt: skip
     _check_token_dims(tokens, topk_ids, topk_weights, tokens_scale)
-    dtype = out_dtype or tokens.dtype
     local_ids = topk_ids.long() - first_expert
     if tokens_scale is None and intermediate_scale is None and moe_grouped.can_run(tokens, weights, dtype):
         return moe_grouped.run(tokens, weights, local_ids, topk_weights, activation, activation_limit)
@@ -95,31 +91,26 @@ def moe_experts(
 
 
 @moe_experts.register_fake
-def _(
+def _(tokens, *args, **kwargs):
+    _, dtype = _checked(tokens, *args, **kwargs)
+    return tokens.new_empty(tokens.shape, dtype=dtype)
+
+
+def _checked(
     tokens, gate_up, down, topk_ids, topk_weights, num_experts, first_expert=0, gate_up_bias=None, down_bias=None,
     gate_up_layout="concatenated", transposed=False, activation="silu", activation_limit=None, gate_up_scale=None,
     down_scale=None, tokens_scale=None, intermediate_scale=None, block_shape=None, out_dtype=None,
-):  # fmt: skip
-    weights = ExpertWeights(
+) -> tuple[ExpertWeights, torch.dtype]:  # fmt: skip
+    """The weights and the dtype of the result, for the arguments of the op. Raises what can be told without looking at
+    the token dimension (it may be unknown while tracing)."""
+    if gate_up_layout not in GATE_UP_LAYOUTS:
+        raise ArgumentError(f"gate_up_layout is {gate_up_layout!r}. Known: {', '.join(GATE_UP_LAYOUTS)}.")
+    if activation not in ACTIVATIONS:
+        raise ArgumentError(f"activation is {activation!r}. Known: {', '.join(sorted(ACTIVATIONS))}.")
+    w = ExpertWeights(
         gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale,
         tuple(block_shape) if block_shape is not None else None, gate_up_layout == "interleaved", transposed,
     )  # fmt: skip
-    _check(
-        tokens, weights, topk_ids, topk_weights, gate_up_layout, activation, tokens_scale, intermediate_scale,
-        out_dtype, first_expert, num_experts,
-    )  # fmt: skip
-    return tokens.new_empty(tokens.shape, dtype=out_dtype or tokens.dtype)
-
-
-def _check(
-    tokens, w: ExpertWeights, topk_ids, topk_weights, layout, activation, tokens_scale, intermediate_scale, out_dtype,
-    first_expert, num_experts,
-) -> None:  # fmt: skip
-    """What can be checked without looking at the token dimension (it may be unknown while tracing)."""
-    if layout not in GATE_UP_LAYOUTS:
-        raise ArgumentError(f"gate_up_layout is {layout!r}. Known: {', '.join(GATE_UP_LAYOUTS)}.")
-    if activation not in ACTIVATIONS:
-        raise ArgumentError(f"activation is {activation!r}. Known: {', '.join(sorted(ACTIVATIONS))}.")
     if tokens.dim() != 2 or w.gate_up.dim() != 3 or w.down.dim() != 3:
         raise ArgumentError(
             f"moe_experts got tokens of {tokens.dim()} dimensions, gate_up of {w.gate_up.dim()} and down of "
@@ -145,9 +136,9 @@ def _check(
             "Check first_expert and num_experts."
         )
     _check_optional(w, two_i, hidden)
-    for name, t in (("tokens_scale", tokens_scale), ("intermediate_scale", intermediate_scale)):
-        if t is not None and name == "intermediate_scale" and tuple(t.shape) not in ((1,), (w.num_experts,)):
-            raise ArgumentError(f"{name} has shape {list(t.shape)}. Pass [1] or [E] = [{w.num_experts}].")
+    if intermediate_scale is not None and tuple(intermediate_scale.shape) not in ((1,), (w.num_experts,)):
+        shape = list(intermediate_scale.shape)
+        raise ArgumentError(f"intermediate_scale has shape {shape}. Pass [1] or [E] = [{w.num_experts}].")
     quantised_tokens = not _is_plain_float(tokens.dtype)
     if quantised_tokens and (tokens_scale is None or out_dtype is None):
         raise ArgumentError(f"tokens are {tokens.dtype}. Quantised tokens need tokens_scale and out_dtype.")
@@ -171,6 +162,7 @@ def _check(
     for t in (w.gate_up, w.down, topk_ids, topk_weights, tokens_scale, intermediate_scale, *w.optional()):
         if t is not None and t.device != tokens.device:
             raise ArgumentError(f"tokens are on {tokens.device}, another input on {t.device}. Use one device.")
+    return w, out_dtype or tokens.dtype
 
 
 def _check_optional(w: ExpertWeights, two_i: int, hidden: int) -> None:
