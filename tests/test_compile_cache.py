@@ -13,7 +13,7 @@ SCRIPT = """
 import json, torch, graphfuse
 from torch._dynamo.utils import counters
 from graphfuse.testing import fake_tp
-from tests.test_compile import Model, ids
+from tests.conftest import Model, ids
 
 with fake_tp(2) as group:
     torch.manual_seed(0)
