@@ -40,8 +40,9 @@ class FuseConfig:
     """Who runs the rewritten graph: "inductor", "eager" (interpreted), or "auto": Inductor on GPUs, else eager."""
 
     allreduce: str = "auto"
-    """The comm backend of the fused ops: "auto" follows the size table of this kind of host; "flashinfer", "symm_mem"
-    or "reference" force one, and raise `BackendUnavailableError` where it cannot run."""
+    """The comm backend of the fused ops: "auto" follows the size table of this kind of host; "symm_mem" (graphfuse's
+    own kernels), "flashinfer" (up to 32 MiB) or "reference" force one, and raise `BackendUnavailableError` where it
+    cannot run."""
 
     tier: str = "faithful"
     """"faithful" keeps to rules whose error is no larger than the model's own; "relaxed" also allows the others."""

@@ -37,10 +37,11 @@ def test_a_host_with_nvlink_is_served_by_flashinfer(llama):
     assert report.sites[0].backends[0]["backend"] == "flashinfer"
 
 
-def test_a_host_without_nvlink_is_told_so(llama):
+def test_a_host_without_nvlink_is_told_why_symm_mem_serves(llama):
     report = explain_checkpoint(llama, 4, FACTS / "h100_pcie_x4_without_nvlink.json")
-    assert report.totals["declined"] == 5
-    assert all("NVLink does not connect every pair" in site.outcome() for site in report.sites)
+    assert report.totals["fused"] == 5
+    assert [entry["backend"] for entry in report.sites[0].backends] == ["symm_mem", "reference"]
+    assert any("NVLink does not connect every pair" in reason for reason in report.gate["reasons"])
 
 
 def test_more_ranks_than_the_host_has_gpus_are_several_hosts(llama):

@@ -1,4 +1,4 @@
-"""Facts: what one rank sees, how the ranks' views combine, and that every rank ends with the same object."""
+"""Facts: what one rank sees, how the ranks' views combine, that every rank ends with the same object, facts files."""
 
 import dataclasses
 import os
@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphfuse.facts import combine, gather_facts
+from graphfuse.errors import SchemaError
+from graphfuse.facts import Facts, combine, gather_facts
 from graphfuse.probe import Links, multicast_forbidden_by, nvml_links, probe
 from tests.hosts import H200_PEER, H200_RANK, H200_X2
 
@@ -183,3 +184,33 @@ def test_every_rank_gathers_equal_facts_and_a_subgroup_does_not_wait_for_the_wor
 
 def test_a_group_of_one_exchanges_nothing(ranks):
     assert ranks.run(1, facts_with_one_rank_apart)[0][0].world_size == 1
+
+
+BROKEN_FACTS = {
+    "an unknown key": ({"nvlink": True}, "nvlink is not known"),
+    "a wrong type": ({"one_host": "yes"}, "one_host is 'yes', which is not true or false"),
+    "a bool for a number": ({"world_size": True}, "world_size is True, which is not an integer"),
+    "no ranks": ({"world_size": 0}, "world_size is 0"),
+    "another device": ({"device_type": "tpu"}, "device_type is 'tpu'"),
+    "a strange capability": ({"compute_capability": "9.0"}, "compute_capability is '9.0'"),
+    "a half capability": ({"compute_capability": [9]}, "compute_capability is [9]"),
+    "another schema": ({"schema": 2}, "schema is 2; this version of graphfuse reads 1"),
+    "notes that are not text": ({"notes": [1]}, "notes holds something that is not a string"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_FACTS)
+def test_broken_facts_name_the_key(case):
+    changes, problem = BROKEN_FACTS[case]
+    with pytest.raises(SchemaError) as error:
+        Facts.from_json({**H200_X2.to_json(), **changes})
+    assert f"facts: the key {problem}" in str(error.value)
+
+
+def test_a_missing_key_of_a_facts_file_names_the_file(tmp_path):
+    file = tmp_path / "host.json"
+    file.write_text('{"schema": 1, "device_type": "cpu"}')
+    with pytest.raises(SchemaError, match=r"host\.json: the key world_size is missing"):
+        Facts.from_json(file)
+    with pytest.raises(SchemaError, match="cannot be read as JSON"):
+        Facts.from_json(tmp_path / "absent.json")

@@ -8,6 +8,7 @@ It looks at one process only, without a process group: the gate's answer is for 
 from __future__ import annotations
 
 import platform
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from graphfuse.facts import Facts, RankFacts, combine
-from graphfuse.gate import decide
+from graphfuse.gate import SizeRange, decide
 from graphfuse.probe import load_nvml, nvml_links, probe, uuid_of, version_of
 
 PACKAGES = ("graphfuse", "torch", "triton", "transformers", "safetensors", "flashinfer-python", "nvidia-ml-py")
@@ -110,17 +111,21 @@ def _gpus(ranks: list[RankFacts]) -> list[dict[str, Any]]:
 
 def _gate(facts: Facts) -> dict[str, Any]:
     decision = decide(facts, dtype=torch.bfloat16, hidden_size=HIDDEN_SIZE)
-    if not decision.allowed:
-        answer = "left as plain operations."
-    elif decision.ranges[0].backend == "reference":
-        answer = "by the reference backend."
-    else:
-        first = decision.ranges[0]
-        tokens = (first.max_bytes or 0) // (HIDDEN_SIZE * torch.bfloat16.itemsize)
-        answer = (
-            f"by {first.backend} up to {tokens} tokens of hidden size {HIDDEN_SIZE}, by the reference backend above."
-        )
+    answer = _served_by(decision.ranges) if decision.allowed else "left as plain operations."
     return {"facts": facts.to_json(), "decision": decision.to_json(), "answer": answer}
+
+
+def _served_by(ranges: tuple[SizeRange, ...]) -> str:
+    """Who serves which number of tokens: neighbouring ranges of one backend, whatever its variants, are one."""
+    stretches = [list(stretch)[-1] for _, stretch in groupby(ranges, key=lambda size_range: size_range.backend)]
+    names = ["the reference backend" if r.backend == "reference" else r.backend for r in stretches]
+    if len(stretches) == 1:
+        return f"by {names[0]}."
+    row_bytes = HIDDEN_SIZE * torch.bfloat16.itemsize
+    tokens = [(r.max_bytes or 0) // row_bytes for r in stretches]
+    parts = [f"by {name} up to {count} tokens" for name, count in zip(names[:-1], tokens[:-1], strict=True)]
+    parts[0] += f" of hidden size {HIDDEN_SIZE}"
+    return ", ".join([*parts, f"by {names[-1]} above."])
 
 
 def _missing(facts: Facts) -> list[str]:

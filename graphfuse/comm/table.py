@@ -247,7 +247,8 @@ def _ranges(obj: JsonObject, world_size: int) -> tuple[SizeRange, ...]:
         if size_range.variant not in VARIANTS[size_range.backend]:
             known = ", ".join(repr(v) if v else "null" for v in VARIANTS[size_range.backend])
             raise entry.error("variant", f"is {size_range.variant!r}; {size_range.backend} has {known}")
-        if size_range.backend == "flashinfer" and world_size * (max_bytes or 1 << 62) >= FLASHINFER_BUFFER_BYTES:
+        fits = max_bytes is not None and world_size * max_bytes < FLASHINFER_BUFFER_BYTES
+        if size_range.backend == "flashinfer" and not fits:
             raise entry.error("max_bytes", f"is {max_bytes}; flashinfer takes less than 1 GiB / {world_size} ranks")
         previous = ranges[-1].max_bytes if ranges else 0
         _check_rising(entry, "max_bytes", size_range.max_bytes, previous, last=index == len(entries) - 1)

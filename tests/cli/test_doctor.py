@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from graphfuse.cli import doctor
+from graphfuse.gate import Decision, SizeRange
 from tests.hosts import H200_PEER, H200_RANK
 
 
@@ -51,24 +52,47 @@ def two_h200(monkeypatch):
     return changes
 
 
-def test_on_two_h200_it_shows_links_and_the_sizes_flashinfer_serves(two_h200):
+def test_on_two_h200_it_shows_links_and_who_serves_which_sizes(two_h200, monkeypatch):
+    ranges = (
+        SizeRange(64 * 8192, "flashinfer", "oneshot"),
+        SizeRange(512 * 8192, "symm_mem", "one_shot"),
+        SizeRange(2048 * 8192, "symm_mem", "two_shot"),
+        SizeRange(None, "reference"),
+    )
+    monkeypatch.setattr(doctor, "decide", lambda facts, **tensors: Decision(True, ranges))
     data = doctor.collect()
     json.dumps(data)
     text = shown(data)
     assert data["gpus"][0]["nvlink_to"] == [1]
     assert "NVIDIA H200" in text
-    assert "by flashinfer up to 2048 tokens of hidden size 4096" in text
+    assert (
+        "by flashinfer up to 64 tokens of hidden size 4096, by symm_mem up to 2048 tokens, "
+        "by the reference backend above." in text
+    )
 
 
-def test_without_flashinfer_it_says_how_to_get_it(two_h200):
+def test_one_backend_at_every_size_needs_no_sizes(two_h200, monkeypatch):
+    decision = Decision(True, (SizeRange(8192, "symm_mem", "one_shot"), SizeRange(None, "symm_mem", "two_shot")))
+    monkeypatch.setattr(doctor, "decide", lambda facts, **tensors: decision)
+    assert doctor.collect()["gate"]["answer"] == "by symm_mem."
+
+
+def test_without_flashinfer_it_says_how_to_get_it_and_symm_mem_serves(two_h200):
     two_h200.update(flashinfer=None)
     text = shown(doctor.collect())
-    assert "left as plain operations" in text
+    assert "by symm_mem" in text
     assert 'pip install "graphfuse[cuda]"' in text
 
 
+def test_where_nothing_can_serve_it_says_why(two_h200):
+    two_h200.update(flashinfer=None, triton=None)
+    text = shown(doctor.collect())
+    assert "left as plain operations" in text
+    assert "Triton is not installed" in text
+
+
 def test_unknown_links_show_as_unknown(two_h200):
-    two_h200.update(nvlink_peers=None, notes=("GPU links are unknown because NVML does not start.",))
+    two_h200.update(nvlink_peers=None, access_peers=None, notes=("GPU links are unknown because NVML does not start.",))
     data = doctor.collect()
     assert data["gpus"][0]["nvlink_to"] is None
     text = shown(data)
