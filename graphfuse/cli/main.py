@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from graphfuse.cli.allreduce import bench, tune
 from graphfuse.cli.doctor_command import doctor
 from graphfuse.cli.explain import explain
 from graphfuse.cli.generate import generate
@@ -17,6 +18,8 @@ app = typer.Typer(
 )
 for command in (generate, explain, doctor):
     app.command()(command)
+app.add_typer(bench, name="bench")
+app.add_typer(tune, name="tune")
 
 if __name__ == "__main__":
     app()
