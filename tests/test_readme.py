@@ -13,12 +13,13 @@ import pytest
 
 from graphfuse.errors import TraceMismatchError
 from graphfuse.testing.golden import set_update
+from graphfuse.tuning.allreduce_plot import plot
+from graphfuse.tuning.allreduce_result import LARGE_TOKENS, SMALL_TOKENS, Result
 from tests.documents import ROOT, run
 from tests.generation.conftest import checkpoint  # noqa: F401  (the tiny Llama)
 
 README = (ROOT / "README.md").read_text()
-MEASURED = ROOT / "benchmarks" / "results" / "allreduce_fused_vs_unfused_h200x2.json"
-UNFUSED = "nccl+norm"
+MEASURED = ROOT / "benchmarks" / "results" / "allreduce_h200x2.json"
 PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 SCRIPT, GENERATE, TEST = PYTHON
 QWEN3_8B = {
@@ -78,48 +79,52 @@ def test_the_report_shown_is_what_explain_prints(tmp_path):
     assert [line for line in shown.splitlines() if line not in printed] == ["…"]
 
 
-def measured_table() -> str:
+def measured_table(result: Result) -> str:
     """The table of README.md, from the measurement. `python -m tests.test_readme` writes it there."""
-    data = json.loads(MEASURED.read_text())
-    cells = {(row["tokens"], row["hidden"]): row for row in data["rows"]}
+    cells = {(row.tokens, row.hidden): row for row in result.rows}
     widths = sorted({hidden for _, hidden in cells})
     lines = ["| tokens | served by | " + " | ".join(f"hidden {hidden:,}" for hidden in widths) + " |"]
     lines.append("|---" * (2 + len(widths)) + "|")
     for tokens in sorted({tokens for tokens, _ in cells}):
         rows = [cells[tokens, hidden] for hidden in widths]
-        backend = ", ".join(dict.fromkeys(row["backend"] for row in rows))
-        line = [f"{r[UNFUSED]:.1f} → {r['fused']:.1f} ({r[UNFUSED] / r['fused']:.2f}x)" for r in rows]
-        lines.append(f"| {tokens:,} | {backend} | " + " | ".join(line) + " |")
-    return "\n".join([*lines, "", textwrap.fill(in_words(data), 118)])
+        served = ", ".join(dict.fromkeys(str(row.dispatched) for row in rows))
+        times = [(row.us["unfused"], row.us["dispatched"]) for row in rows]
+        line = [f"{unfused:.1f} → {fused:.1f} ({unfused / fused:.2f}x)" for unfused, fused in times]
+        lines.append(f"| {tokens:,} | {served} | " + " | ".join(line) + " |")
+    return "\n".join([*lines, "", textwrap.fill(in_words(result), 118)])
 
 
-def in_words(data: dict[str, Any]) -> str:
+BASELINES = {
+    "unfused": "unfused",
+    "flashinfer": "FlashInfer's kernel",
+    "torch": "the faster of torch's symmetric-memory kernels with the same norm",
+    "sequence_parallel": "the sequence-parallel form",
+}
+
+
+def in_words(result: Result) -> str:
     """What the figures come to."""
-    served: dict[str, list[float]] = {"flashinfer": [], "reference": []}
-    for row in data["rows"]:
-        served[row["backend"]].append(row[UNFUSED] / row["fused"])
-    limit = max(row["tokens"] for row in data["rows"] if row["backend"] == "flashinfer")
-    unused = [r for r in data["rows"] if r["backend"] == "reference" and r.get("fi1", r[UNFUSED]) < r[UNFUSED]]
-    text = (
-        f"Up to {limit:,} tokens FlashInfer served, {min(served['flashinfer']):.1f} to {max(served['flashinfer']):.1f} "
-        "times as fast. Above, the reference served (NCCL, then one Triton kernel), which is no faster than unfused: "
-        f"{min(served['reference']):.3f} to {max(served['reference']):.3f}. "
-    )
-    if unused:
-        ratios = [row[UNFUSED] / row["fi1"] for row in unused]
-        text += (
-            f"The size table made from this run lets FlashInfer serve {max(r['tokens'] for r in unused):,} tokens too, "
-            f"where it alone was {min(ratios):.2f} to {max(ratios):.2f} times as fast. "
-        )
-    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
-    return f"{text}One run, {data['date']}; {versions}. Other hosts and whole models have not been measured."
+    against = result.summary()["against"]
+    each = [f"{_figures(ratios)} over {BASELINES[name]}" for name, ratios in against.items()]
+    text = f"Speed-ups up to {SMALL_TOKENS:,} tokens / above / at worst (geometric means): {', '.join(each)}"
+    over_link = result.summary()["over_link"]
+    if over_link:
+        text += f". From {LARGE_TOKENS:,} tokens graphfuse takes {min(over_link.values()):.2f} to "
+        text += f"{max(over_link.values()):.2f} times what the link needs for the bytes"
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    return f"{text}. One run, {result.date}; {versions}. Other hosts and whole models have not been measured."
+
+
+def _figures(ratios: dict[str, Any]) -> str:
+    means = [ratios[key] for key in (f"up_to_{SMALL_TOKENS}_tokens", f"above_{SMALL_TOKENS}_tokens")]
+    return " / ".join(f"{figure:.2f}" for figure in (*means, ratios["worst"]["ratio"]))
 
 
 MARKED = re.compile(r"(<!-- measured: \S+ -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def with_measured_table(text: str) -> str:
-    return MARKED.sub(lambda m: f"{m[1]}{measured_table()}\n{m[2]}", text)
+    return MARKED.sub(lambda m: f"{m[1]}{measured_table(Result.read(MEASURED))}\n{m[2]}", text)
 
 
 def test_the_figures_are_those_of_the_measurement():
@@ -148,3 +153,4 @@ def test_links_lead_to_files():
 
 if __name__ == "__main__":
     Path(ROOT / "README.md").write_text(with_measured_table(README))
+    plot(Result.read(MEASURED), MEASURED.with_suffix(".png"))
