@@ -38,13 +38,14 @@ def bench_allreduce(
     tokens: Tokens = _TOKENS,
     dtype: Dtype = "bfloat16",
     device: Device = "auto",
+    candidates: Annotated[str | None, typer.Option(help="Only these, with commas between. Default: all.")] = None,
     output: Annotated[Path | None, typer.Option(help="The result as JSON.")] = None,
     plot: Plot = None,
 ) -> None:
     """All-reduce + residual add + RMSNorm: unfused, torch's symmetric-memory kernels, FlashInfer, graphfuse's own, what
     graphfuse chooses, and the link's floor."""
     with plain_errors():
-        _measure(tp, hidden, tokens, dtype, device, output, plot, names="BENCHED")
+        _measure(tp, hidden, tokens, dtype, device, output, plot, wanted=candidates)
 
 
 @bench.command("plot")
@@ -86,7 +87,7 @@ def tune_allreduce(
             result: Result | None = Result.read(measured)
             source = f"graphfuse tune allreduce --from {measured.name}"
         else:
-            result = _measure(tp, hidden, tokens, dtype, device, None, plot, names="TUNED")
+            result = _measure(tp, hidden, tokens, dtype, device, None, plot, tuning=True)
             source = shlex.join(["graphfuse", *sys.argv[1:]])
         if result is not None:
             _write_table(result, source, output, stands_in_for or ())
@@ -101,7 +102,8 @@ def _measure(
     output: Path | None,
     plot_file: Path | None,
     *,
-    names: str,
+    wanted: str | None = None,
+    tuning: bool = False,
 ) -> Result | None:
     """Start the ranks, or measure as one of them. The result on rank 0, None on the others."""
     # Everything that can be wrong on the command line is found here, before any process is started.
@@ -116,17 +118,23 @@ def _measure(
         from graphfuse.tuning.allreduce_plot import check_plot
 
         check_plot(plot_file)
+
+    from graphfuse.tuning.allreduce_candidates import BENCHED, TUNED
+
+    candidates = tuple(wanted.split(",")) if wanted else TUNED if tuning else BENCHED
+    unknown = [name for name in candidates if name not in BENCHED]
+    if unknown:
+        raise ConfigError(f"--candidates {unknown[0]} is not known. Use {', '.join(BENCHED)}.")
     if not launch.is_rank():
         raise SystemExit(launch.run_ranks(num_ranks, sys.argv[1:]))
 
     import torch
 
     from graphfuse.probe import load_nvml, nvml_links, uuid_of
-    from graphfuse.tuning import allreduce_candidates, allreduce_text
+    from graphfuse.tuning import allreduce_text
     from graphfuse.tuning.allreduce_measure import Plan, measure
     from graphfuse.tuning.allreduce_result import Result
 
-    candidates = getattr(allreduce_candidates, names)
     plan = Plan(candidates, hidden_sizes, token_counts, getattr(torch, dtype))
     columns = allreduce_text.Columns(candidates, plan.dtype.itemsize)
     is_first = launch.rank() == 0

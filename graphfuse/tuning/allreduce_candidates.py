@@ -128,8 +128,7 @@ class Candidates:
         return (None, reason) if reason else (made, None)
 
     def _prepare(self, pool: Pool, decision: Decision, hidden_size: int, dtype: torch.dtype) -> Decision:
-        device = None if self._device.type == "cpu" else self._device
-        outcome = pool.prepare(self._group, decision, dtype=dtype, hidden_size=hidden_size, device=device)
+        outcome = pool.prepare(self._group, decision, dtype=dtype, hidden_size=hidden_size, device=self._device)
         self._prepared.append((pool, hidden_size))
         return outcome
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphfuse.errors import ConfigError
 from graphfuse.tuning.allreduce_candidates import BENCHED, DISPATCHED, UNFUSED
 from graphfuse.tuning.allreduce_measure import LINK
 from graphfuse.tuning.allreduce_result import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PANEL_INCHES = (4.6, 4.2)
 # Thicker: what the comparison is about.
@@ -31,6 +34,16 @@ def check_plot(file: Path) -> None:
 def plot(result: Result, file: Path) -> None:
     """Draw a result into a file. Raises `ConfigError` where that cannot be."""
     check_plot(file)
+    figure = draw(result)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=110)
+    except OSError as error:
+        raise ConfigError(f"The plot cannot be written: {error}. Give another file.") from error
+
+
+def draw(result: Result) -> Figure:
+    """The picture of a result."""
     from matplotlib.figure import Figure  # without pyplot: no display is looked for, no state is kept
 
     hidden_sizes = sorted({row.hidden for row in result.rows})
@@ -61,8 +74,4 @@ def plot(result: Result, file: Path) -> None:
     panels[0].set_ylabel("µs a call")
     panels[0].legend(fontsize="small")
     figure.suptitle(f"{result.what.split(', microseconds')[0]} on {result.host.split(',')[0]}", fontsize="medium")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=110)
-    except OSError as error:
-        raise ConfigError(f"The plot cannot be written: {error}. Give another file.") from error
+    return figure

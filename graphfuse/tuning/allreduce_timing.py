@@ -26,8 +26,8 @@ from graphfuse.tuning.allreduce_inputs import Inputs
 MIN_ITERATIONS, MAX_ITERATIONS, REPLAYED_BYTES = 4, 20, 512 << 20
 CPU_ITERATIONS = 3
 WARM_UPS = 3
-# About 100 µs on an H200: longer than the host takes to enqueue what waits behind.
-HOLD_CYCLES = 200_000
+# About 300 µs on an H200: longer than the host takes to enqueue what waits behind.
+HOLD_CYCLES = 600_000
 LINK_BYTES, LINK_REPEATS = 256 << 20, 10
 
 

@@ -94,6 +94,14 @@ def test_what_is_wrong_is_said_before_any_rank_starts(graphfuse, command, argume
     assert done.stdout == ""
 
 
+def test_bench_measures_only_the_candidates_it_is_asked_for(graphfuse):
+    done = graphfuse("bench", "allreduce", *SMALL, "--candidates", "reference,unfused")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("GB/s")[0].split() == ["tokens", "hidden", "reference", "unfused", "link"]
+    done = graphfuse("bench", "allreduce", *SMALL, "--candidates", "unfused,multimem")
+    assert done.returncode == 1 and "--candidates multimem is not known" in done.stderr
+
+
 WITHOUT_MATPLOTLIB = """
 import importlib.util, sys
 find = importlib.util.find_spec

@@ -3,12 +3,16 @@
 import dataclasses
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from graphfuse.comm import reference
 from graphfuse.comm.control import control_channel
+from graphfuse.comm.pool import process_pool
+from graphfuse.facts import Facts
 from graphfuse.tuning import allreduce_candidates as candidates
 from graphfuse.tuning.agreement import attempt
 from graphfuse.tuning.allreduce_candidates import BENCHED, DISPATCHED, UNFUSED, Candidate, Candidates
@@ -16,7 +20,7 @@ from graphfuse.tuning.allreduce_inputs import Inputs, Shape, compiled_add_norm
 from graphfuse.tuning.allreduce_measure import Plan, link_factor, measure
 from graphfuse.tuning.allreduce_result import Result
 from graphfuse.tuning.allreduce_timing import Stopwatch
-from tests.documents import run
+from tests.documents import ROOT, run
 
 CPU = torch.device("cpu")
 SHAPE = Shape(5, 64, torch.bfloat16)
@@ -143,6 +147,79 @@ def slow_on_one_rank(group):
 def test_a_time_is_that_of_the_slowest_rank(ranks):
     for ((us,),) in ranks.run(2, slow_on_one_rank):
         assert us >= 20_000
+
+
+class FakeBackend:
+    """Serves by the reference; cannot make its workspace on one of the ranks, if it is told so."""
+
+    keeps_workspaces = False
+
+    def __init__(self, broken_rank=None):
+        self.broken_rank = broken_rank
+
+    def refusal(self, request):
+        return None
+
+    def create(self, request, channel):
+        if channel.rank == self.broken_rank:
+            raise MemoryError("no room")
+        return FakeWorkspace(request)
+
+
+class FakeWorkspace:
+    def __init__(self, request):
+        self.group, self.capacity, self.calls = request.group, request.max_bytes or 1 << 62, []
+
+    def reserve(self, *_):
+        pass
+
+    def accepts(self, call):
+        return True
+
+    def run(self, call, variant):
+        self.calls.append(variant)
+        return reference.run(call, self.group)
+
+    def close(self):
+        pass
+
+
+def with_fake_backends(group, flashinfer_fails):
+    facts = Facts.from_json(ROOT / "configs" / "facts" / "h200_x2.json")
+    shapes = [Shape(tokens, 256, torch.bfloat16) for tokens in (4, 8)]
+    backends = {"flashinfer": FakeBackend(1 if flashinfer_fails else None), "symm_mem": FakeBackend()}
+    with mock.patch.object(process_pool, "backends", backends):
+        every = Candidates((*candidates.ELIGIBLE, DISPATCHED), shapes, facts, group, CPU)
+        every.prepare(256)
+        inputs = Inputs(shapes[1], group, CPU)
+        stopwatch = Stopwatch(group, CPU, control_channel(group))
+        names = [c.name for c in every.at(inputs) if not isinstance(stopwatch.record(c, inputs), str)]
+        workspaces = {
+            name: active.workspaces[name.split("/")[0]]
+            for name, pool in every._pools.items()
+            if (active := pool.active(group.group_name, torch.bfloat16, 256)) and active.workspaces
+        }
+        variants = {name: set(workspace.calls) for name, workspace in workspaces.items()}
+        capacities = {name: workspace.capacity for name, workspace in workspaces.items()}
+        served = every.dispatched(shapes[1])
+        every.release(256)
+        left = process_pool.active(group.group_name, torch.bfloat16, 256)
+    return names, every.absent, variants, capacities, served, left
+
+
+def test_each_backend_is_measured_in_a_pool_of_its_own_by_its_own_variant(ranks):
+    for names, absent, variants, capacities, served, left in ranks.run(2, with_fake_backends, False):
+        assert names == [*candidates.ELIGIBLE, DISPATCHED] and absent == {}
+        assert variants == {name: {name.split("/")[1]} for name in candidates.ELIGIBLE if name != "reference"}
+        assert capacities["flashinfer/oneshot"] == 8 * 256 * 2, "for the largest message of the run, and no more"
+        assert served in candidates.ELIGIBLE and left is None
+
+
+def test_a_backend_that_cannot_be_set_up_on_one_rank_is_absent_on_both(ranks):
+    (first_names, first_absent, *_), (names, absent, *_) = ranks.run(2, with_fake_backends, True)
+    assert first_absent == absent and first_names == names
+    assert "flashinfer/oneshot" not in names and "symm_mem/one_shot" in names
+    assert "rank 1: MemoryError: no room" in absent["flashinfer/oneshot"]
 
 
 def inputs_of(group):
