@@ -8,7 +8,8 @@
     normed = cast(cast(f) * w)                with cast_before_weight (Llama, Qwen3, DeepSeek)
     normed = cast(f * w)                      without (Gemma, Qwen3-Next, gpt-oss)
 
-Every backend is complete: it returns (normed, r), each like x. None may skip the reduction.
+Every backend is complete: it returns (normed, r), each like x. None may skip the reduction. With `fp8` the normed value
+is also quantised, as `graphfuse.kernels.norm_epilogue` says, and (normed, r, quantised, scale) is returned.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class FusedCall:
     cast_before_weight: bool = True
     x_is_dead: bool = False
     """Nobody reads x after this call: a backend may use its memory."""
+    fp8: str | None = None
+    """None, "static" (with `scale`, one float32 number), "token" or "group" (of 128 elements)."""
+    scale: torch.Tensor | None = None
 
     @property
     def hidden_size(self) -> int:

@@ -7,28 +7,31 @@ reference.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from graphfuse.comm import pool, reference
 from graphfuse.comm.call import FusedCall
 from graphfuse.comm.table import SizeRange
+from graphfuse.comm.workspace import Workspace
+from graphfuse.kernels.norm_epilogue import quantize_fp8
 
 
-def run(call: FusedCall, group_name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reduce over the named group, add, normalise: (normed, residual + reduced), each like `call.x`.
+def run(call: FusedCall, group_name: str) -> tuple[torch.Tensor, ...]:
+    """Reduce over the named group, add, normalise: (normed, residual + reduced), each like `call.x`; and (quantised,
+    scale) for a call with `fp8`.
 
     Raises:
         BackendUnavailableError: a backend failed in the middle. It is not replaced by another one on this rank alone:
             the ranks would part ways.
     """
-    active = pool.process_pool.active(group_name, call.x.dtype, call.hidden_size)
-    if active is not None:
-        chosen = choose(active.ranges, call.num_bytes)
-        workspace = active.workspaces.get(chosen.backend) if chosen is not None else None
-        if chosen is not None and workspace is not None and workspace.accepts(call):
-            return workspace.run(call, chosen.variant)
-    return reference.run(call, _resolve_process_group(group_name))  # type: ignore[arg-type]
+    workspace, variant = _find(call, group_name)
+    if call.fp8 is None or (workspace is not None and workspace.quantises):
+        return _run(call, group_name, workspace, variant)
+    normed, summed = _run(dataclasses.replace(call, fp8=None, scale=None), group_name, workspace, variant)
+    return normed, summed, *quantize_fp8(normed, call.fp8, call.scale)
 
 
 def choose(ranges: tuple[SizeRange, ...], num_bytes: int) -> SizeRange | None:
@@ -37,3 +40,21 @@ def choose(ranges: tuple[SizeRange, ...], num_bytes: int) -> SizeRange | None:
         if size_range.max_bytes is None or num_bytes <= size_range.max_bytes:
             return size_range
     return None
+
+
+def _find(call: FusedCall, group_name: str) -> tuple[Workspace | None, str | None]:
+    """The workspace that takes the call, with its variant; None for the reference."""
+    active = pool.process_pool.active(group_name, call.x.dtype, call.hidden_size)
+    chosen = choose(active.ranges, call.num_bytes) if active is not None else None
+    if active is None or chosen is None:
+        return None, None
+    workspace = active.workspaces.get(chosen.backend)
+    return (workspace, chosen.variant) if workspace is not None and workspace.accepts(call) else (None, None)
+
+
+def _run(
+    call: FusedCall, group_name: str, workspace: Workspace | None, variant: str | None
+) -> tuple[torch.Tensor, ...]:
+    if workspace is not None:
+        return workspace.run(call, variant)
+    return reference.run(call, _resolve_process_group(group_name))  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ ALIGNMENT = 16
 class FlashInferWorkspace:
     """One FlashInfer workspace of a group, with a zero residual and unit weights for the forms the kernel lacks."""
 
-    def __init__(self, workspace: Any, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, workspace: Any, capacity: int, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
         import flashinfer.comm
 
         self.capacity = capacity
@@ -39,12 +39,15 @@ class FlashInferWorkspace:
         self._allreduce_fusion = flashinfer.comm.allreduce_fusion
         self._pattern = flashinfer.comm.AllReduceFusionPattern.kARResidualRMSNorm
         self._dtype = dtype
+        self.num_bytes = num_bytes
         self._zeros = torch.zeros(capacity // dtype.itemsize, dtype=dtype, device=device)
         self._ones: dict[int, torch.Tensor] = {}
 
-    def reserve(self, hidden_size: int) -> None:
-        if hidden_size not in self._ones:
-            self._ones[hidden_size] = torch.ones(hidden_size, dtype=self._dtype, device=self._zeros.device)
+    def reserve(self, request: WorkspaceRequest, channel: ControlChannel) -> None:
+        if request.hidden_size not in self._ones:
+            self._ones[request.hidden_size] = torch.ones(
+                request.hidden_size, dtype=self._dtype, device=self._zeros.device
+            )
 
     def accepts(self, call: FusedCall) -> bool:
         # A float32 weight read as bfloat16 is garbage, silently (vLLM #48324).
@@ -121,13 +124,12 @@ class FlashInferBackend:
     def memory_needed(request: WorkspaceRequest) -> int:
         """Bytes on each GPU: one two-shot and three one-shot buffers for every rank, the zero residual, and slack for
         allocation granularity."""
-        return (4 * request.group.size() + 1) * request.max_bytes + (16 << 20)
+        return (4 * request.group.size() + 1) * request.capacity + (16 << 20)
 
     def create(self, request: WorkspaceRequest, channel: ControlChannel) -> FlashInferWorkspace:
         import flashinfer.comm
 
-        row_bytes = request.hidden_size * request.dtype.itemsize
-        max_tokens = request.max_bytes // row_bytes
+        max_tokens = request.capacity // (request.hidden_size * request.dtype.itemsize)
         with torch.cuda.device(request.device):
             workspace = flashinfer.comm.create_allreduce_fusion_workspace(
                 backend="trtllm",
@@ -139,7 +141,8 @@ class FlashInferBackend:
                 group=request.group,
                 comm_backend=_ChannelBackend(channel),
             )
-            return FlashInferWorkspace(workspace, max_tokens * row_bytes, request.dtype, request.device)
+            needed = self.memory_needed(request)
+            return FlashInferWorkspace(workspace, request.capacity, needed, request.dtype, request.device)
 
 
 class _ChannelBackend:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfuse.comm.control import ARRIVAL_TIMEOUT, STEP_TIMEOUT, ControlChannel, PeerFailed, control_channel
 from graphfuse.comm.flashinfer import FlashInferBackend
+from graphfuse.comm.symm_mem import SymmMemBackend
 from graphfuse.comm.table import REFERENCE_ONLY, SizeRange
 from graphfuse.comm.workspace import Backend, Workspace, WorkspaceRequest
 from graphfuse.errors import ConfigError, GroupError
@@ -66,8 +67,8 @@ class Pool:
             return decision
         key = (group.group_name, dtype, hidden_size)
         conflict = self._conflict(key, decision)
-        limits = _workspace_limits(decision.ranges)
-        if not limits:
+        wanted = _wanted(decision.ranges)
+        if not wanted:
             if conflict:
                 raise ConfigError(conflict)
             self._activate(key, decision.ranges, decision.ranges, {})
@@ -79,8 +80,8 @@ class Pool:
         device = device or torch.device("cuda", torch.cuda.current_device())
         made: dict[str, Workspace] = {}
         outcome = decision
-        for name, max_bytes in limits.items():
-            request = WorkspaceRequest(group, dtype, hidden_size, max_bytes, device)
+        for name, variants in wanted.items():
+            request = WorkspaceRequest(group, dtype, hidden_size, _largest(variants), device, variants)
             made_or_reason = self._vote_and_make(name, request, channel)
             if isinstance(made_or_reason, str):
                 reason = f"All ranks use the reference backend, because {name} could not be set up: {made_or_reason}"
@@ -148,9 +149,9 @@ class Pool:
         try:
             # Compilers have fake-tensor modes on around this; the workspace is real memory.
             with _disable_current_modes(), torch.no_grad():
-                if workspace is None or min(capacities) < _row_multiple(request):
+                if workspace is None or min(capacities) < request.capacity:
                     workspace = fresh = backend.create(request, channel)
-                workspace.reserve(request.hidden_size)
+                workspace.reserve(request, channel)
             channel.exchange("did", STEP_TIMEOUT)
         except PeerFailed as failure:
             if fresh is not None:
@@ -172,22 +173,21 @@ def _refusal(backend: Backend, request: WorkspaceRequest) -> str | None:
         return f"{type(error).__name__}: {error}"
 
 
-def _row_multiple(request: WorkspaceRequest) -> int:
-    """The largest message within the limit: whole rows."""
-    row_bytes = request.hidden_size * request.dtype.itemsize
-    return request.max_bytes // row_bytes * row_bytes
-
-
-def _workspace_limits(ranges: tuple[SizeRange, ...]) -> dict[str, int]:
-    """The largest message of each backend that needs a workspace."""
-    limits: dict[str, int] = {}
+def _wanted(ranges: tuple[SizeRange, ...]) -> dict[str, tuple[tuple[str | None, int | None], ...]]:
+    """The backends that need a workspace, each with its variants and their largest messages (None: any size)."""
+    wanted: dict[str, dict[str | None, int | None]] = {}
     for size_range in ranges:
-        if size_range.max_bytes is not None and size_range.backend != "reference":
-            limits[size_range.backend] = size_range.max_bytes
-    return limits
+        if size_range.backend != "reference":
+            wanted.setdefault(size_range.backend, {})[size_range.variant] = size_range.max_bytes
+    return {backend: tuple(variants.items()) for backend, variants in wanted.items()}
 
 
-process_pool = Pool({"flashinfer": FlashInferBackend()})
+def _largest(variants: tuple[tuple[str | None, int | None], ...]) -> int | None:
+    limits = [limit for _, limit in variants if limit is not None]
+    return max(limits) if len(limits) == len(variants) else None
+
+
+process_pool = Pool({"flashinfer": FlashInferBackend(), "symm_mem": SymmMemBackend()})
 
 
 def prepare(

@@ -1,34 +1,23 @@
 """Residual add and RMSNorm in one pass over memory: the local half of the reference comm backend on CUDA.
 
-Equivalent eager code, for x and residual [T, H] of one dtype and weight [H]:
-
-    r = residual + x                       # or x, without a residual; rounded to the dtype
-    f = r.float()
-    f = f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)
-    if cast_before_weight:                 # Llama: the normalised value is rounded before the weight multiplies it
-        f = f.to(r.dtype).float()
-    normed = (f * (weight.float() + weight_bias)).to(r.dtype)
-
-One program handles one row: H is padded to a power of two and masked, so any H works. Row offsets are 64-bit, since
-tokens * hidden passes 2**31 in long prefills. Legend: T tokens, H hidden.
+The eager equivalent is in `graphfuse.kernels.norm_epilogue`, for `total` = x. One program handles one row: H is padded
+to a power of two and masked, so any H works. Row offsets are 64-bit, since tokens * hidden passes 2**31 in long
+prefills.
 """
 
 from __future__ import annotations
 
 import torch
 
-try:
+from graphfuse.kernels.norm_epilogue import SUPPORTED_DTYPES, available, num_warps
+
+if available():
     import triton
     import triton.language as tl
-except ImportError:  # triton is published for Linux only; elsewhere `available` says no and nothing here is called
-    triton = None
 
-SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+    from graphfuse.kernels.norm_epilogue import add_norm_store
 
-
-def available() -> bool:
-    """True where Triton can be imported, so that `add_rms_norm` can be called."""
-    return triton is not None
+__all__ = ["SUPPORTED_DTYPES", "add_rms_norm", "available"]
 
 
 def add_rms_norm(
@@ -39,7 +28,7 @@ def add_rms_norm(
     weight_bias: float = 0.0,
     cast_before_weight: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The eager code of the module docstring as one kernel.
+    """Add the residual and normalise.
 
     Args:
         x: [..., H], contiguous, float16, bfloat16 or float32. Not modified.
@@ -47,7 +36,7 @@ def add_rms_norm(
         weight: [H], contiguous, any float dtype, or None for a norm without one (then `weight_bias` is not used).
         eps: added to the mean of squares.
         weight_bias: added to the weight in float32: 1.0 for Gemma and Qwen3-Next.
-        cast_before_weight: where the cast stands, see above.
+        cast_before_weight: where the cast stands.
 
     Returns:
         (normed, r), both like x. Without a residual, r is x itself.
@@ -72,17 +61,12 @@ def add_rms_norm(
         HAS_WEIGHT=weight is not None,
         CAST_BEFORE_WEIGHT=cast_before_weight,
         BLOCK_SIZE=block_size,
-        num_warps=_num_warps(block_size),
+        num_warps=num_warps(block_size),
     )
     return normed, summed
 
 
-def _num_warps(block_size: int) -> int:
-    """16 elements a thread up to H = 8192: two 16-byte loads of a 16-bit dtype per tensor in flight."""
-    return min(max(block_size // 512, 1), 16)
-
-
-if triton is not None:
+if available():
 
     @triton.jit
     def _add_rms_norm(
@@ -99,23 +83,34 @@ if triton is not None:
         CAST_BEFORE_WEIGHT: tl.constexpr,
         BLOCK_SIZE: tl.constexpr,
     ):
-        row = tl.program_id(0).to(tl.int64) * hidden_size
+        row = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK_SIZE)
         inside = column < hidden_size
-        dtype = normed_ptr.dtype.element_ty
-
-        r = tl.load(x_ptr + row + column, mask=inside, other=0.0)
+        x = tl.load(x_ptr + row * hidden_size + column, mask=inside, other=0.0)
+        residual = x
         if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
-            r = (residual.to(tl.float32) + r.to(tl.float32)).to(dtype)  # the model's own add rounds here
-            tl.store(summed_ptr + row + column, r, mask=inside)
-
-        f = r.to(tl.float32)
-        mean_of_squares = tl.sum(f * f, axis=0) / hidden_size  # masked columns hold zeros
-        f = f * tl.rsqrt(mean_of_squares + eps)
+            residual = tl.load(residual_ptr + row * hidden_size + column, mask=inside, other=0.0)
+        weight = x
         if HAS_WEIGHT:
-            if CAST_BEFORE_WEIGHT:
-                f = f.to(dtype).to(tl.float32)
-            weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-            f = f * (weight + weight_bias)
-        tl.store(normed_ptr + row + column, f.to(dtype), mask=inside)
+            weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+        add_norm_store(
+            x,
+            residual,
+            weight,
+            row,
+            column,
+            inside,
+            normed_ptr,
+            summed_ptr,
+            normed_ptr,
+            normed_ptr,
+            hidden_size,
+            eps,
+            weight_bias,
+            HAS_RESIDUAL,
+            HAS_WEIGHT,
+            CAST_BEFORE_WEIGHT,
+            HAS_RESIDUAL,
+            0,
+            BLOCK_SIZE,
+        )
