@@ -13,7 +13,7 @@ def test_help_lists_the_commands_without_loading_torch(graphfuse):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     result = graphfuse("--help")
     assert result.returncode == 0
-    assert all(name in result.stdout for name in ("generate", "explain", "doctor"))
+    assert all(name in result.stdout for name in ("generate", "explain", "doctor", "bench", "tune"))
 
 
 @pytest.mark.parametrize(
