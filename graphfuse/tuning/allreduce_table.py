@@ -3,8 +3,8 @@
 Each measured hidden size is a class. Token counts are gone through in rising order:
 
 - What is slower than unfused, by more than the noise, cannot be chosen; the reference can, which is the unfused work.
-- The choice of the size before stays unless another is faster by more than the margin: 3 %, or twice the spread over
-  the rounds where that is larger.
+- The choice of the size before stays unless another is faster by more than the margin (3 %, or twice the spread over
+  the rounds where that is larger), and is not slower at the next size either: one odd point makes no range.
 - A choice holds up to the last measured count at which it was made. The last one holds for everything beyond, but for
   FlashInfer, whose workspace grows with its limit: what is next best at the last count serves beyond it.
 
@@ -13,6 +13,7 @@ A pure function of the result file, so that a table can be made again, or checke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from graphfuse.comm.table import SizeRange, SizeTable
@@ -72,8 +73,8 @@ def choose_ranges(rows: Sequence[Row], itemsize: int, world_size: int) -> tuple[
     """The ranges of one hidden size from its rows in rising order of tokens."""
     ranges: list[SizeRange] = []
     current: str | None = None
-    for row in rows:
-        current = _choose(row, current, ELIGIBLE)
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        current = _choose(row, current, ELIGIBLE, following)
         num_bytes = row.tokens * row.hidden * itemsize
         if ranges and ranges[-1].label == current:
             ranges.pop()
@@ -84,8 +85,9 @@ def choose_ranges(rows: Sequence[Row], itemsize: int, world_size: int) -> tuple[
     return (*ranges[:-1], _range(None, ranges[-1].label))
 
 
-def _choose(row: Row, current: str | None, names: Iterable[str]) -> str:
-    """The candidate for one size: the fastest, or `current` where none is faster by more than the margin."""
+def _choose(row: Row, current: str | None, names: Iterable[str], following: Row | None = None) -> str:
+    """The candidate for one size: the fastest, or `current` where none is faster by more than the margin, or the one
+    that is falls behind again at the `following` size."""
     allowed = [name for name in names if name in row.us and (name == REFERENCE or not _slower(row, name, UNFUSED))]
     if not allowed:
         if REFERENCE not in row.us and UNFUSED in row.us:
@@ -95,7 +97,10 @@ def _choose(row: Row, current: str | None, names: Iterable[str]) -> str:
             "Measure with graphfuse tune allreduce."
         )
     best = min(allowed, key=lambda name: row.us[name])
-    return current if current in allowed and not _slower(row, current, best) else best
+    if current not in allowed:
+        return best
+    lasts = following is None or following.us.get(best, 0.0) <= following.us.get(current, math.inf)
+    return best if lasts and _slower(row, current, best) else current
 
 
 def _slower(row: Row, name: str | None, other: str) -> bool:

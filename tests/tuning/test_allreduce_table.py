@@ -49,6 +49,12 @@ def test_where_the_rounds_spread_more_the_margin_is_twice_the_spread(noisy):
     assert ranges(first, row(2, second, **{noisy: 0.03})) == [(1, ONE_SHOT), (None, TWO_SHOT)]
 
 
+def test_one_odd_point_makes_no_range():
+    first, odd = row(1, {"unfused": 10, ONE_SHOT: 4, TWO_SHOT: 6}), row(2, {"unfused": 10, ONE_SHOT: 5, TWO_SHOT: 4})
+    assert ranges(first, odd, row(4, {"unfused": 20, ONE_SHOT: 8, TWO_SHOT: 8.1})) == [(None, ONE_SHOT)]
+    assert ranges(first, odd, row(4, {"unfused": 20, ONE_SHOT: 8, TWO_SHOT: 8})) == [(1, ONE_SHOT), (None, TWO_SHOT)]
+
+
 def test_what_is_slower_than_unfused_is_not_chosen_even_where_it_was_before():
     assert ranges(
         row(1, {"unfused": 10, ONE_SHOT: 4, "reference": 10}),
