@@ -77,8 +77,7 @@ if available():
         bits = encode(mine, WORD)
         for peer in tl.static_range(WORLD_SIZE):
             if peer != RANK:
-                sender: tl.constexpr = RANK if peer > RANK else RANK - 1
-                cell = sender_cell(slot, sender, row, rows, stride, SENDERS)
+                cell = sender_cell(slot, RANK if peer > RANK else RANK - 1, row, rows, stride, SENDERS)
                 tl.store(region(pointers, peer, WORD) + cell + column, bits, mask=inside)
 
         residual = mine
@@ -94,10 +93,10 @@ if available():
             if rank == RANK:
                 value = mine
             else:
-                sender_here: tl.constexpr = rank if rank < RANK else rank - 1
-                cell = sender_cell(slot, sender_here, row, rows, stride, SENDERS)
+                sender = rank if rank < RANK else rank - 1
+                cell = sender_cell(slot, sender, row, rows, stride, SENDERS)
                 value = wait_for_row(own + cell + column, inside, status_ptr, row, SPIN_LIMIT).to(dtype, bitcast=True)
-                old = sender_cell(done, sender_here, row, rows, stride, SENDERS)
+                old = sender_cell(done, sender, row, rows, stride, SENDERS)
                 clear_row(own + old + column, inside, WORD, BLOCK_SIZE)
             if rank == 0:
                 total = value.to(tl.float32)

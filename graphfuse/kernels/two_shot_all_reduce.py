@@ -74,8 +74,7 @@ if available():
         own = region(pointers, RANK, WORD)
         mine = tl.load(x_ptr + offset + column, mask=inside, other=0.0)
         if owner != RANK:
-            sender = tl.where(owner > RANK, RANK, RANK - 1)
-            cell = sender_cell(slot, sender, owned_row, owned_rows, stride, SENDERS)
+            cell = sender_cell(slot, tl.where(owner > RANK, RANK, RANK - 1), owned_row, owned_rows, stride, SENDERS)
             tl.store(region(pointers, owner, WORD) + cell + column, encode(mine, WORD), mask=inside)
 
         residual = mine
@@ -91,11 +90,11 @@ if available():
                 if rank == RANK:
                     value = mine
                 else:
-                    sender_here: tl.constexpr = rank if rank < RANK else rank - 1
-                    cell = sender_cell(slot, sender_here, owned_row, owned_rows, stride, SENDERS)
+                    sender = rank if rank < RANK else rank - 1
+                    cell = sender_cell(slot, sender, owned_row, owned_rows, stride, SENDERS)
                     bits = wait_for_row(own + cell + column, inside, status_ptr, row, SPIN_LIMIT)
                     value = bits.to(dtype, bitcast=True)
-                    old = sender_cell(done, sender_here, owned_row, owned_rows, stride, SENDERS)
+                    old = sender_cell(done, sender, owned_row, owned_rows, stride, SENDERS)
                     clear_row(own + old + column, inside, WORD, BLOCK_SIZE)
                 if rank == 0:
                     wide = value.to(tl.float32)

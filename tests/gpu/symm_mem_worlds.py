@@ -1,0 +1,166 @@
+"""The symm_mem kernels at world sizes 2 to 8 on two GPUs: the ranks are streams of one process, spread over the GPUs.
+
+    python tests/gpu/symm_mem_worlds.py --points 200
+
+Real kernels, real memory, real links, and as many ranks as a host of eight has; only its links and its speed are not
+tested. At random points (tokens, hidden size, dtype, eps, world size, form, variant) the results of every rank are
+compared with float64 and with the eager formula, between ranks, and between repeated calls, bit by bit. Nearly all of the time is
+Triton compiling a kernel for each rank of each point, so several processes share the points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+
+from graphfuse.comm import reference
+from graphfuse.comm.call import FusedCall
+from graphfuse.comm.symm_mem import Rows, SymmMemWorkspace, cells_per_row, row_stride
+from graphfuse.comm.symmetric_memory import SymmetricBuffer
+from graphfuse.kernels.self_marking import SLOTS
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HIDDEN_SIZES = (1, 17, 64, 127, 576, 1000, 2048, 2880, 4096, 5120, 7168, 8192)
+ROWS = 64
+REPEATS = 4
+
+
+class World:
+    """Workspaces of all ranks of one group in one process."""
+
+    def __init__(self, size: int, hidden_size: int, variant: str, dtype: torch.dtype) -> None:
+        self.devices = [torch.device("cuda", rank % torch.cuda.device_count()) for rank in range(size)]
+        self.streams = [torch.cuda.Stream(device) for device in self.devices]
+        self.variant = variant
+        word = torch.int16 if dtype.itemsize == 2 else torch.int32
+        rows, stride = ROWS // size * size, row_stride(hidden_size)
+        elements = SLOTS * cells_per_row(variant, rows, size) * stride
+        memory = [torch.full((elements,), -1, dtype=word, device=device) for device in self.devices]
+        self.workspaces = []
+        for rank, device in enumerate(self.devices):
+            pointers = torch.tensor([m.data_ptr() for m in memory], dtype=torch.int64, device=device)
+            slots = torch.zeros(rows, dtype=torch.int32, device=device)
+            workspace = SymmMemWorkspace(rank, size, dtype, device)
+            workspace._rows[hidden_size, variant] = Rows(SymmetricBuffer(memory[rank], pointers, memory), slots, stride)
+            self.workspaces.append(workspace)
+        synchronize()
+
+    def run(self, calls: list[FusedCall]) -> list[tuple[torch.Tensor, ...]]:
+        """Every rank's outputs; the ranks run at once."""
+        outputs = []
+        for device, stream, workspace, call in zip(self.devices, self.streams, self.workspaces, calls, strict=True):
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                outputs.append(workspace.run(call, self.variant))
+        synchronize()
+        return outputs
+
+
+def synchronize() -> None:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
+
+
+def connect() -> None:
+    """Let the GPUs reach each other's memory: torch does so at the first copy between them."""
+    for index in range(torch.cuda.device_count()):
+        for other in range(torch.cuda.device_count()):
+            torch.ones(1, device=f"cuda:{index}").to(f"cuda:{other}")
+    synchronize()
+
+
+def check(draw: random.Random, size: int) -> dict[str, float]:
+    """One random point; returns how far the results are from float64, as shares of what the eager formula is."""
+    dtype, hidden_size = draw.choice(DTYPES), draw.choice(HIDDEN_SIZES)
+    tokens = draw.choice([0, 1, 1, 2, draw.randint(1, 16), draw.randint(1, ROWS), draw.randint(ROWS, 3 * ROWS)])
+    eps, weight_bias, cast = draw.choice([1e-5, 1e-6]), draw.choice([0.0, 1.0]), draw.random() < 0.5
+    with_residual, with_weight = draw.random() < 0.7, draw.random() < 0.8
+    variant = draw.choice(("one_shot", "two_shot"))
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    xs = [torch.randn(tokens, hidden_size, generator=generator).to(dtype) for _ in range(size)]
+    residual = torch.randn(tokens, hidden_size, generator=generator).to(dtype) if with_residual else None
+    weight = (1 + 0.3 * torch.randn(hidden_size, generator=generator)).to(dtype) if with_weight else None
+
+    world = World(size, hidden_size, variant, dtype)
+
+    def on(device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    calls = [
+        FusedCall(x.to(device), on(device, residual), on(device, weight), eps, weight_bias, cast)
+        for x, device in zip(xs, world.devices, strict=True)
+    ]
+    synchronize()
+    first: tuple[torch.Tensor, ...] | None = None
+    for _ in range(REPEATS):
+        for outputs in world.run(calls):
+            outputs = tuple(output.cpu() for output in outputs)
+            first = first or outputs
+            assert all(torch.equal(a, b) for a, b in zip(first, outputs, strict=True)), "ranks or repeats differ"
+    assert first is not None
+
+    total = xs[0].float()
+    for x in xs[1:]:
+        total = total + x.float()
+    eager = reference.add_rms_norm(total.to(dtype), residual, weight, eps, weight_bias, cast)
+    assert torch.equal(first[1], eager[1]), "the residual is not the eager one"
+    exact = reference.add_rms_norm(
+        sum(x.double() for x in xs),
+        None if residual is None else residual.double(),
+        None if weight is None else weight.double(),
+        eps,
+        weight_bias,
+        cast,
+    )
+    if tokens == 0:
+        return {}
+    errors = {}
+    for name, ours, theirs, truth in zip(("normed", "residual"), first, eager, exact, strict=True):
+        own, eager_error = (torch.linalg.vector_norm(v.double() - truth) for v in (ours, theirs))
+        floor = 1e-7 * torch.linalg.vector_norm(truth)
+        assert own <= 1.02 * eager_error + floor, f"{name}: {own} from float64, the eager formula {eager_error}"
+        errors[name] = float(own / (eager_error + floor))
+    return errors
+
+
+def run_points(job: int, args: argparse.Namespace) -> tuple[Counter[int], dict[str, float]]:
+    """Every `jobs`-th point: how many of each world size, and the worst errors."""
+    connect()
+    worlds: Counter[int] = Counter()
+    worst = {"normed": 0.0, "residual": 0.0}
+    for point in range(job, args.points, args.jobs):
+        size = 2 + point % 7
+        try:
+            errors = check(random.Random(args.seed * 100_000 + point), size)
+        except AssertionError as error:
+            raise AssertionError(f"point {point}, world size {size}: {error}") from error
+        worlds[size] += 1
+        worst = {name: max(share, errors.get(name, 0.0)) for name, share in worst.items()}
+    return worlds, worst
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=10)
+    args = parser.parse_args()
+    worlds: Counter[int] = Counter()
+    worst: dict[str, float] = {}
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for found, errors in pool.map(run_points, range(args.jobs), [args] * args.jobs):
+            worlds += found
+            worst = {name: max(share, worst.get(name, 0.0)) for name, share in errors.items()}
+    result = {"points": worlds.total(), "worlds": dict(sorted(worlds.items())), "error_over_eager": worst}
+    print(json.dumps(result), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
