@@ -28,11 +28,13 @@ from graphfuse.comm.reference import add_rms_norm
 from graphfuse.comm.workspace import WorkspaceRequest
 from graphfuse.errors import GroupError
 from graphfuse.kernels.norm_epilogue import quantize_fp8
+from graphfuse.kernels.self_marking import EMPTY
 from tests.kernels.shared_file_memory import allocate
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VARIANTS = ("one_shot", "two_shot")
 _convert_float = interpreter._convert_float
+_masked_load = interpreter.InterpreterBuilder.create_masked_load
 
 
 def _convert_as_gpus_do(data, source, target, rounding_mode):
@@ -45,6 +47,18 @@ def _convert_as_gpus_do(data, source, target, rounding_mode):
     if source == bfloat16 and target == float32:
         return (np.array(data).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return _convert_float(data, source, target, rounding_mode)
+
+
+def _load_whole_elements(builder, pointers, mask, other, policy, is_volatile):
+    """The interpreter reads a 16-bit number in two steps, and a peer may write it in between; GPUs read it whole. While
+    a row's writer is at work, only what reads alike twice is taken, since an element changes once: from EMPTY."""
+    first = _masked_load(builder, pointers, mask, other, policy, is_volatile)
+    if is_volatile:
+        second = _masked_load(builder, pointers, mask, other, policy, is_volatile)
+        first.data = np.where(first.data == second.data, first.data, EMPTY).astype(first.data.dtype)
+        if (first.data == EMPTY).any():
+            os.sched_yield()  # the ranks share few cores
+    return first
 
 
 class Rank:
@@ -119,10 +133,10 @@ def forms(rank):
 
 def every_bit_pattern(rank):
     """All 65,536 patterns of 16 bits cross, the mark itself included: NaNs stay NaNs, and nothing hangs."""
-    patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(-1, 128)
+    patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(16, 4096)
     for dtype, variant in itertools.product((torch.bfloat16, torch.float16), VARIANTS):
-        this = Rank(dtype, [128])
-        x = patterns.view(dtype) if this.rank == 1 else torch.full((512, 128), -0.0, dtype=dtype)
+        this = Rank(dtype, [4096])
+        x = patterns.view(dtype) if this.rank == 1 else torch.full(patterns.shape, -0.0, dtype=dtype)
         _, total = this.workspace.run(FusedCall(x, None, None, 1e-6), variant)
         expected = this.total(x)
         nan = expected.isnan()
@@ -144,7 +158,7 @@ def changing_sizes(rank):
         counts = [rows.count for rows in this.workspace._rows.values()]
         assert max(counts) < 16 + this.size
         assert this.workspace.num_bytes <= 2 * (96_000 + 4 * 32)
-        for seed in range(150):
+        for seed in range(100 // (this.size - 1)):
             hidden_size, variant = draw.choice((64, 40)), draw.choice(VARIANTS)
             tokens = draw.choice((1, 2, 3, draw.randint(0, 16), draw.randint(17, 60)))  # the last in pieces
             x, residual, weight = this.inputs(tokens, hidden_size, seed)
@@ -198,6 +212,7 @@ def main(rank, world_size, names, folder):
     with (
         mock.patch.object(symm_mem, "allocate", allocate),
         mock.patch.object(interpreter, "_convert_float", _convert_as_gpus_do),
+        mock.patch.object(interpreter.InterpreterBuilder, "create_masked_load", _load_whole_elements),
     ):
         for name in names:
             started = time.monotonic()
