@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,15 @@ class Decision:
 
     `allowed` False leaves reductions as plain ops. `ranges` tell the backend by message bytes (tokens * hidden *
     itemsize), in rising order, the last unlimited. `reasons` are sentences: why not, or what to know. `table` is the
-    size table's file name, None when none is in force.
+    size table's file name, None when none is in force. `workspace_bytes`, by backend, is what the workspaces take on
+    each GPU once they are made (`graphfuse.comm.pool.prepare`).
     """
 
     allowed: bool
     ranges: tuple[SizeRange, ...]
     reasons: tuple[str, ...] = ()
     table: str | None = None
+    workspace_bytes: dict[str, int] = field(default_factory=dict, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -59,6 +61,7 @@ class Decision:
             "ranges": [r.to_json() for r in self.ranges],
             "reasons": list(self.reasons),
             "table": self.table,
+            "workspace_bytes": self.workspace_bytes,
         }
 
 

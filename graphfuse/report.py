@@ -152,6 +152,14 @@ class Report:
 
     def _footnotes(self) -> list[str]:
         notes = [f"gate: {reason}" for reason in self.gate.get("reasons", ())]
+        held: dict[tuple[str, str], int] = {}  # one workspace serves all hidden sizes of a dtype
+        for decision in self.gate.get("decisions", ()):
+            for backend, num_bytes in decision["workspace_bytes"].items():
+                key = (backend, decision["dtype"])
+                held[key] = max(held.get(key, 0), num_bytes)
+        notes += [
+            f"{name}: {size >> 20} MiB of buffers for {dtype} on each GPU." for (name, dtype), size in held.items()
+        ]
         return notes + self.notes
 
     def to_text(self) -> str:

@@ -249,7 +249,7 @@ def test_a_decision_is_plain_json(measured):
         "allowed": True,
         "table": "device_name=NVIDIA_H200,tp=2.json",
     }
-    assert list(data) == ["allowed", "ranges", "reasons", "table"]
+    assert list(data) == ["allowed", "ranges", "reasons", "table", "workspace_bytes"]
 
 
 SHIPPED = {

@@ -31,6 +31,8 @@ ALIGNMENT = 16
 class FlashInferWorkspace:
     """One FlashInfer workspace of a group, with a zero residual and unit weights for the forms the kernel lacks."""
 
+    quantises = False
+
     def __init__(self, workspace: Any, capacity: int, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
         import flashinfer.comm
 

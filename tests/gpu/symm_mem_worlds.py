@@ -4,8 +4,8 @@
 
 Real kernels, real memory, real links, and as many ranks as a host of eight has; only its links and its speed are not
 tested. At random points (tokens, hidden size, dtype, eps, world size, form, variant) the results of every rank are
-compared with float64 and with the eager formula, between ranks, and between repeated calls, bit by bit. Nearly all of the time is
-Triton compiling a kernel for each rank of each point, so several processes share the points.
+compared with float64 and with the eager formula, between ranks, and between repeated calls, bit by bit. Nearly all of
+the time is Triton compiling a kernel for each rank of each point, so several processes share the points.
 """
 
 from __future__ import annotations
