@@ -1,11 +1,11 @@
 """The workspaces of this process: made together or not at all, shared between compiled models, kept for the next one.
 
-`prepare` is collective. The ranks vote twice: before making a workspace ("I can"), and after ("I did"). A rank that
-cannot, or fails halfway, posts that into the vote its peers wait in, so that all of them fall back to the reference
-backend at once and for the same reason. A rank that does not answer at all is an error on the others, not a fallback:
-what it does later is unknown.
+`prepare` is collective. The ranks compare their ranges, which size tables on some ranks only would part, then vote
+twice: before making a workspace ("I can"), and after ("I did"). A rank that cannot, or fails halfway, posts that into
+the vote its peers wait in, so that all of them fall back to the reference backend at once and for the same reason. A
+rank that does not answer at all is an error on the others, not a fallback: what it does later is unknown.
 
-    vote: can ──► create (reuse when large enough on every rank) ──► vote: did ──► active ranges for dispatch
+    equal? ──► vote: can ──► create (reuse when large enough on every rank) ──► vote: did ──► active ranges for dispatch
 
 Workspaces are keyed by the group's ranks, dtype and comm backend, and grow for a second model that needs more; the
 smaller one stays alive, since captured CUDA graphs of the first model hold its addresses.
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphfuse.comm.control import ARRIVAL_TIMEOUT, STEP_TIMEOUT, ControlChannel, PeerFailed, control_channel
 from graphfuse.comm.flashinfer import FlashInferBackend
 from graphfuse.comm.symm_mem import SymmMemBackend
-from graphfuse.comm.table import REFERENCE_ONLY, SizeRange
+from graphfuse.comm.table import REFERENCE_ONLY, TABLE_FOLDER_VARIABLE, SizeRange
 from graphfuse.comm.workspace import Backend, Workspace, WorkspaceRequest
 from graphfuse.errors import ConfigError, GroupError
 from graphfuse.gate import Decision
@@ -68,16 +68,18 @@ class Pool:
         key = (group.group_name, dtype, hidden_size)
         conflict = self._conflict(key, decision)
         wanted = _wanted(decision.ranges)
-        if not wanted:
+        device = device or _current_device()
+        if not wanted and device.type == "cpu":  # no rank on the CPU has anything else: nothing to vote about
             if conflict:
                 raise ConfigError(conflict)
             self._activate(key, decision.ranges, decision.ranges, {})
             return decision
         channel = control_channel(group)
-        conflicts = [other for other in channel.exchange(conflict) if other]
+        answers = channel.exchange((decision.ranges, conflict))
+        _require_equal([ranges for ranges, _ in answers])
+        conflicts = [other for _, other in answers if other]
         if conflicts:
             raise ConfigError(conflicts[0])
-        device = device or torch.device("cuda", torch.cuda.current_device())
         made: dict[str, Workspace] = {}
         outcome = decision
         for name, variants in wanted.items():
@@ -88,11 +90,12 @@ class Pool:
                 outcome = dataclasses.replace(
                     decision, ranges=REFERENCE_ONLY, reasons=(*decision.reasons, reason), table=None
                 )
+                self._close_unused(made)
                 made = {}
                 break
             made[name] = made_or_reason
         self._activate(key, decision.ranges, outcome.ranges, made)
-        return outcome
+        return dataclasses.replace(outcome, workspace_bytes={name: w.num_bytes for name, w in made.items()})
 
     def release(self, group: ProcessGroup, *, dtype: torch.dtype, hidden_size: int) -> None:
         """One compiled model less needs these ranges. The last one takes them, and workspaces nobody uses, away."""
@@ -104,8 +107,11 @@ class Pool:
         if active.users > 0:
             return
         del self._active[key]
-        used = [id(workspace) for other in self._active.values() for workspace in other.workspaces.values()]
-        for name, workspace in active.workspaces.items():
+        self._close_unused(active.workspaces)
+
+    def _close_unused(self, workspaces: dict[str, Workspace]) -> None:
+        used = [id(workspace) for active in self._active.values() for workspace in active.workspaces.values()]
+        for name, workspace in workspaces.items():
             if id(workspace) not in used and not self.backends[name].keeps_workspaces:
                 workspace.close()
                 self._workspaces = {k: w for k, w in self._workspaces.items() if w is not workspace}
@@ -153,16 +159,23 @@ class Pool:
                     workspace = fresh = backend.create(request, channel)
                 workspace.reserve(request, channel)
             channel.exchange("did", STEP_TIMEOUT)
+            self._workspaces[key] = workspace
+            return workspace
         except PeerFailed as failure:
-            if fresh is not None:
-                fresh.close()
-            return str(failure)
+            reason = str(failure)
         except GroupError:
             raise
         except Exception as error:  # out of memory, a driver error: whatever it was, the peers must hear of it
-            return channel.fail(f"{type(error).__name__}: {error}")
-        self._workspaces[key] = workspace
-        return workspace
+            reason = channel.fail(f"{type(error).__name__}: {error}")
+        if fresh is not None:
+            fresh.close()
+        return reason
+
+
+def _current_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _refusal(backend: Backend, request: WorkspaceRequest) -> str | None:
@@ -171,6 +184,24 @@ def _refusal(backend: Backend, request: WorkspaceRequest) -> str | None:
         return backend.refusal(request)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def _require_equal(ranges_of_ranks: list[tuple[SizeRange, ...]]) -> None:
+    """Raise `ConfigError`, alike on every rank, unless all ranks decided on the same ranges."""
+    ranks_with: dict[tuple[SizeRange, ...], list[int]] = {}
+    for rank, ranges in enumerate(ranges_of_ranks):
+        ranks_with.setdefault(ranges, []).append(rank)
+    if len(ranks_with) == 1:
+        return
+    sides = "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: "
+        + ", ".join(r.label if r.max_bytes is None else f"{r.label} up to {r.max_bytes} bytes" for r in ranges)
+        for ranges, ranks in ranks_with.items()
+    )
+    raise ConfigError(
+        f"The ranks chose different comm backends ({sides}). Give every rank the same allreduce setting, and let "
+        f"{TABLE_FOLDER_VARIABLE} name the same tables on each of them, or on none."
+    )
 
 
 def _wanted(ranges: tuple[SizeRange, ...]) -> dict[str, tuple[tuple[str | None, int | None], ...]]:
@@ -201,17 +232,19 @@ def prepare(
     """Make the workspaces of a decision and activate its ranges. Collective, outside CUDA-graph capture.
 
     Args:
-        group: the tensor-parallel group; each of its ranks calls with an equal decision.
+        group: the tensor-parallel group; each of its ranks calls with an equal decision. Only on the CPU, with the
+            reference at every size, is no other rank waited for.
         decision: from `graphfuse.gate.decide`. One that is not allowed is returned as it is.
         dtype, hidden_size: of the reduced tensors.
-        device: where this rank computes; default: the current CUDA device.
+        device: where this rank computes; default: the current CUDA device, if there is one.
 
     Returns:
         The decision in force, equal on every rank: as given, or reference only, with the reason, when a rank could not
         make its workspace. Each call is undone by one `release`.
 
     Raises:
-        ConfigError: another open model uses the same group, dtype and hidden size with other ranges.
+        ConfigError: another open model uses the same group, dtype and hidden size with other ranges, or the ranks'
+            decisions differ.
         GroupError: a rank did not answer.
     """
     return process_pool.prepare(group, decision, dtype=dtype, hidden_size=hidden_size, device=device)

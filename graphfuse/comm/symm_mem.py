@@ -23,7 +23,7 @@ from graphfuse.comm.call import FusedCall
 from graphfuse.comm.control import ControlChannel
 from graphfuse.comm.symmetric_memory import SymmetricBuffer, allocate
 from graphfuse.comm.workspace import ANY_SIZE, WorkspaceRequest
-from graphfuse.errors import GroupError
+from graphfuse.errors import ConfigError, GroupError
 from graphfuse.kernels import norm_epilogue
 
 if norm_epilogue.available():
@@ -37,9 +37,13 @@ if norm_epilogue.available():
 BUFFER_BYTES = 256 << 20
 # Beyond this many rows a launch is long enough that the gap to the next one does not count.
 MOST_ROWS = 8192
+# The type of a row's slot, one beside the buffer for each row.
+SLOT_NUMBER = torch.int32
 TIMEOUT_VARIABLE = "GRAPHFUSE_COMM_TIMEOUT"
 # A load of a waiting row and the check take half a microsecond.
 SPINS_PER_SECOND = 2_000_000
+# Polls are counted in 32 bits: no time-out is longer than 18 minutes.
+MOST_SPINS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,15 @@ class SymmMemWorkspace:
         self._rank, self._world_size = rank, world_size
         self._dtype, self._device = dtype, device
         self._rows: dict[tuple[int, str | None], Rows] = {}
+        self._outgrown: list[Rows] = []  # recorded graphs may hold their addresses
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
         self._spin_limit = spin_limit()
         self._dependent_launch = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
     @property
     def num_bytes(self) -> int:
-        return sum(rows.buffer.local.nbytes + rows.slots.nbytes for rows in self._rows.values())
+        held = [*self._rows.values(), *self._outgrown]
+        return sum(rows.buffer.local.nbytes + rows.slots.nbytes for rows in held)
 
     def reserve(self, request: WorkspaceRequest, channel: ControlChannel) -> None:
         for variant, num_rows in plan_rows(request, self._world_size).items():
@@ -82,8 +88,11 @@ class SymmMemWorkspace:
             stride = row_stride(request.hidden_size)
             elements = SLOTS * cells_per_row(variant, num_rows, self._world_size) * stride
             word = torch.int16 if self._dtype.itemsize == 2 else torch.int32
+            # Before the collective: nothing after it may fail on one rank, or the ranks would remember different rows.
+            slots = torch.zeros(num_rows, dtype=SLOT_NUMBER, device=self._device)
             buffer = allocate(elements, word, request.group, self._device, channel)
-            slots = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
+            if known is not None:
+                self._outgrown.append(known)
             self._rows[request.hidden_size, variant] = Rows(buffer, slots, stride)
 
     def accepts(self, call: FusedCall) -> bool:
@@ -156,6 +165,7 @@ class SymmMemWorkspace:
 
     def close(self) -> None:
         self._rows.clear()
+        self._outgrown.clear()
 
 
 def row_stride(hidden_size: int) -> int:
@@ -183,7 +193,7 @@ def plan_rows(request: WorkspaceRequest, world_size: int) -> dict[str | None, in
     for index, (variant, max_bytes) in enumerate(variants):
         share = budget // (len(variants) - index)
         unit = world_size if variant == "two_shot" else 1
-        per_unit = cell_bytes * cells_per_row(variant, unit, world_size)
+        per_unit = cell_bytes * cells_per_row(variant, unit, world_size) + unit * SLOT_NUMBER.itemsize
         wanted = MOST_ROWS if max_bytes is None else min(max(max_bytes // row_bytes, 1), MOST_ROWS)
         units = max(min(-(-wanted // unit), share // per_unit), 1)
         planned[variant] = units * unit
@@ -192,9 +202,21 @@ def plan_rows(request: WorkspaceRequest, world_size: int) -> dict[str | None, in
 
 
 def spin_limit(environment: Callable[[str], str | None] = os.environ.get) -> int:
-    """Polls of a waiting row after which it gives up; 0 without GRAPHFUSE_COMM_TIMEOUT."""
-    seconds = environment(TIMEOUT_VARIABLE)
-    return int(float(seconds) * SPINS_PER_SECOND) if seconds else 0
+    """Polls of a waiting row after which it gives up; 0, without end, where GRAPHFUSE_COMM_TIMEOUT is not set.
+
+    Raises:
+        ConfigError: it is set to something that is not a positive number.
+    """
+    text = environment(TIMEOUT_VARIABLE)
+    if not text:
+        return 0
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ConfigError(f"{TIMEOUT_VARIABLE}={text!r} is not a positive number of seconds. Give one, or unset it.")
+    return int(min(max(seconds * SPINS_PER_SECOND, 1), MOST_SPINS))
 
 
 def _capturing(tensor: torch.Tensor) -> bool:

@@ -89,7 +89,7 @@ def workspace_on_the_cpu(group, max_tokens=4):
         workspace = FlashInferBackend().create(request, control_channel(group))
     finally:
         torch.cuda.device = real_guard
-    workspace.reserve(HIDDEN)
+    workspace.reserve(request, control_channel(group))
     return module, workspace
 
 
@@ -168,6 +168,22 @@ def test_what_the_kernel_would_misread_is_left_to_the_reference_and_its_errors_c
         assert calls == 0
         assert "cudaErrorLaunchFailure" in message
         assert "end all of them" in message
+
+
+def another_hidden_size(group):
+    try:
+        _, workspace = workspace_on_the_cpu(group)
+        call = FusedCall(torch.zeros(2, 2 * HIDDEN).bfloat16(), None, None, 1e-6)
+        before, bytes_before = workspace.accepts(call), workspace.num_bytes
+        request = WorkspaceRequest(group, torch.bfloat16, 2 * HIDDEN, 2 * HIDDEN * 2, torch.device("cpu"))
+        workspace.reserve(request, control_channel(group))
+        return before, workspace.accepts(call), workspace.num_bytes - bytes_before, workspace.quantises
+    finally:
+        forget_the_stand_in()
+
+
+def test_a_second_model_reserves_its_hidden_size_in_the_workspace_there_is(ranks):
+    assert ranks.run(2, another_hidden_size) == [(False, True, 0, False)] * 2
 
 
 def one_rank_fails_inside(group):

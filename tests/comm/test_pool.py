@@ -1,81 +1,17 @@
 """The workspace pool, with a made-up backend on gloo ranks: votes, common fallback, growth, reuse, release."""
 
 import time
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from graphfuse.comm import dispatch
-from graphfuse.comm import pool as pool_module
-from graphfuse.comm.call import FusedCall
 from graphfuse.comm.pool import Pool
 from graphfuse.comm.table import SizeRange
-from graphfuse.errors import BackendUnavailableError, ConfigError
+from graphfuse.comm.workspace import ANY_SIZE
+from graphfuse.errors import ConfigError
 from graphfuse.gate import Decision, gather_facts
-
-ROW = 8 * 4  # hidden size 8 in float32
-FLOAT = {"dtype": torch.float32, "hidden_size": 8, "device": torch.device("cpu")}
-
-
-def decision(max_tokens=4):
-    ranges = (SizeRange(max_tokens * ROW, "flashinfer", "oneshot"), SizeRange(None, "reference"))
-    return Decision(True, ranges, ("measured",), "table.json")
-
-
-@dataclass
-class FakeWorkspace:
-    group: object
-    capacity: int
-    hidden_sizes: set = field(default_factory=set)
-    closed: bool = False
-    breaks: bool = False
-
-    def reserve(self, hidden_size):
-        self.hidden_sizes.add(hidden_size)
-
-    def accepts(self, call):
-        return call.x.dtype == torch.float32
-
-    def run(self, call, variant):
-        """A recognisable result: not a norm at all."""
-        if self.breaks:
-            raise BackendUnavailableError("broken in the middle")
-        x = call.x.clone()
-        dist.all_reduce(x, group=self.group)
-        return torch.full_like(x, 42.0), x
-
-    def close(self):
-        self.closed = True
-
-
-@dataclass
-class FakeBackend:
-    """Creation takes two exchanges, as real ones do. `fails` is (rank, where): refusal, raise, before, between, after
-    the exchanges."""
-
-    fails: tuple = (None, None)
-    keeps_workspaces: bool = True
-    made: list = field(default_factory=list)
-
-    def _fail(self, group, where):
-        return self.fails == (dist.get_rank(group), where)
-
-    def refusal(self, request):
-        if self._fail(request.group, "raise"):
-            raise ImportError("no module")
-        return "Not enough memory." if self._fail(request.group, "refusal") else None
-
-    def create(self, request, channel):
-        for where in ("before", "between"):
-            if self._fail(request.group, where):
-                raise RuntimeError("out of memory")
-            channel.exchange(where)
-        if self._fail(request.group, "after"):
-            raise RuntimeError("out of memory")
-        self.made.append(FakeWorkspace(request.group, request.max_bytes))
-        return self.made[-1]
+from tests.comm.fake_backend import FLOAT, REFERENCE, ROW, FakeBackend, decision
 
 
 def prepared(group, fails):
@@ -108,6 +44,8 @@ FAILURES = {
     "before": "rank 1: RuntimeError: out of memory",
     "between": "rank 1: RuntimeError: out of memory",
     "after": "rank 1: RuntimeError: out of memory",
+    "reserve": "rank 1: RuntimeError: out of memory",
+    "end of reserve": "rank 1: RuntimeError: out of memory",
 }
 
 
@@ -118,7 +56,7 @@ def test_one_failing_rank_makes_all_fall_back_together_at_once_and_for_the_same_
     for first, seconds, active_ranges, workspaces, second, _ in answers:
         assert first == answers[0][0]
         assert first.allowed
-        assert first.ranges == active_ranges == (SizeRange(None, "reference"),)
+        assert first.ranges == active_ranges == (REFERENCE,)
         assert workspaces == []
         assert first.table is None
         assert first.reasons == (
@@ -129,10 +67,87 @@ def test_one_failing_rank_makes_all_fall_back_together_at_once_and_for_the_same_
         assert second == decision()  # the next model may try again
 
 
-def test_half_made_workspaces_are_closed_on_the_ranks_that_had_succeeded(ranks):
-    answers = ranks.run(2, prepared, (1, "after"))
+@pytest.mark.parametrize("where", ["after", "reserve", "end of reserve"])
+def test_half_made_workspaces_are_closed_wherever_they_had_been_made(ranks, where):
+    answers = ranks.run(2, prepared, (1, where))
     assert answers[0][-1] == [True, False]
-    assert answers[1][-1] == [False]
+    assert answers[1][-1] == ([False] if where == "after" else [True, False])
+
+
+def reserved_again(group, where):
+    """A second model reserves in the workspace of the first one and fails on rank 1; a third one does not fail."""
+    backend = FakeBackend(keeps_workspaces=False)
+    pool = Pool({"flashinfer": backend})
+    pool.prepare(group, decision(), **FLOAT)
+    workspace = backend.made[0]
+    workspace.fails = (1, where)
+    second = pool.prepare(group, decision(), **{**FLOAT, "hidden_size": 2})
+    workspace.fails = (None, None)
+    third = pool.prepare(group, decision(), **{**FLOAT, "hidden_size": 4})
+    first_active = pool.active(group.group_name, torch.float32, 8).workspaces["flashinfer"]
+    third_active = pool.active(group.group_name, torch.float32, 4).workspaces["flashinfer"]
+    return second, third, len(backend.made), workspace.closed, first_active is third_active is workspace
+
+
+@pytest.mark.parametrize("where", ["reserve", "end of reserve"])
+def test_a_rank_that_cannot_reserve_for_a_second_model_leaves_the_first_ones_workspace_alone(ranks, where):
+    answers = ranks.run(2, reserved_again, where)
+    for second, third, made, closed, shared in answers:
+        assert second == answers[0][0]
+        assert second.ranges == (REFERENCE,)
+        assert "rank 1: RuntimeError: out of memory" in second.reasons[-1]
+        assert third == decision()
+        assert (made, closed, shared) == (1, False, True)
+
+
+def one_of_two_backends_fails(group):
+    symm_mem = FakeBackend(keeps_workspaces=False)
+    pool = Pool({"symm_mem": symm_mem, "flashinfer": FakeBackend((1, "refusal"))})
+    ranges = (SizeRange(ROW, "symm_mem", "one_shot"), SizeRange(4 * ROW, "flashinfer", "oneshot"), REFERENCE)
+    outcome = pool.prepare(group, Decision(True, ranges), **FLOAT)
+    return outcome.ranges, [workspace.closed for workspace in symm_mem.made], len(pool._workspaces)
+
+
+def test_what_was_made_before_another_backend_failed_is_given_back(ranks):
+    assert ranks.run(2, one_of_two_backends_fails) == [((REFERENCE,), [True], 0)] * 2
+
+
+REQUESTED = {
+    "limited": (decision().ranges, (4 * ROW, (("oneshot", 4 * ROW),))),
+    "unlimited": ((SizeRange(None, "symm_mem", "one_shot"),), (None, (("one_shot", None),))),
+    "two variants": (
+        (SizeRange(2 * ROW, "symm_mem", "one_shot"), SizeRange(None, "symm_mem", "two_shot")),
+        (None, (("one_shot", 2 * ROW), ("two_shot", None))),
+    ),
+    "two variants below the reference": (
+        (SizeRange(2 * ROW, "symm_mem", "one_shot"), SizeRange(9 * ROW, "symm_mem", "two_shot"), REFERENCE),
+        (9 * ROW, (("one_shot", 2 * ROW), ("two_shot", 9 * ROW))),
+    ),
+    "a variant in two stretches": (
+        (
+            SizeRange(ROW, "symm_mem", "one_shot"),
+            SizeRange(2 * ROW, "symm_mem", "two_shot"),
+            SizeRange(5 * ROW, "symm_mem", "one_shot"),
+            REFERENCE,
+        ),
+        (5 * ROW, (("one_shot", 5 * ROW), ("two_shot", 2 * ROW))),
+    ),
+}
+
+
+def requested(group, ranges):
+    backend = FakeBackend()
+    outcome = Pool(dict.fromkeys(("flashinfer", "symm_mem"), backend)).prepare(group, Decision(True, ranges), **FLOAT)
+    return outcome.ranges, backend.made[0].capacity, backend.made[0].reserved
+
+
+@pytest.mark.parametrize("case", REQUESTED)
+def test_workspaces_are_asked_for_the_variants_of_the_ranges_each_with_its_largest_message(ranks, case):
+    ranges, (max_bytes, variants) = REQUESTED[case]
+    for active, capacity, reserved in ranks.run(2, requested, ranges):
+        assert active == ranges
+        assert capacity == (ANY_SIZE if max_bytes is None else max_bytes)
+        assert reserved == [(8, max_bytes, variants)]
 
 
 def grown(group):
@@ -144,7 +159,8 @@ def grown(group):
     pool.prepare(group, decision(2), **{**FLOAT, "hidden_size": 32})
     used = [id(pool.active(group.group_name, torch.float32, h).workspaces["flashinfer"]) for h in (8, 16, 32)]
     made = [id(workspace) for workspace in backend.made]
-    return [made.index(workspace) for workspace in used], [sorted(w.hidden_sizes) for w in backend.made]
+    hidden_sizes = [[hidden_size for hidden_size, *_ in workspace.reserved] for workspace in backend.made]
+    return [made.index(workspace) for workspace in used], hidden_sizes
 
 
 def test_a_workspace_serves_narrower_models_and_grows_for_wider_ones(ranks):
@@ -180,7 +196,7 @@ def conflicting(group):
     pool = Pool({"flashinfer": FakeBackend()})
     pool.prepare(group, decision(4), **FLOAT)
     messages = []
-    reference = Decision(True, (SizeRange(None, "reference"),))
+    reference = Decision(True, (REFERENCE,))
     for other in (decision(8), reference):
         try:
             pool.prepare(group, other, **FLOAT)
@@ -196,10 +212,46 @@ def test_two_open_models_cannot_want_different_backends_for_the_same_tensors(ran
         assert users == 1
 
 
+def parted(group, device):
+    """Rank 1 has a table that the others lack; then all have one, and then rank 0 alone forces the reference."""
+    pool = Pool({"flashinfer": FakeBackend()})
+    forced = Decision(True, (REFERENCE,))
+    decisions = [decision(8 if dist.get_rank(group) == 1 else 4), forced if dist.get_rank(group) == 0 else decision()]
+    messages = []
+    for differing in decisions:
+        try:
+            pool.prepare(group, differing, **{**FLOAT, "device": device})
+        except ConfigError as error:
+            messages.append(str(error))
+    same = pool.prepare(group, decision(), **FLOAT) == decision()
+    return messages, same, pool.active(group.group_name, torch.float32, 8).users
+
+
+def test_ranks_that_decided_differently_all_raise_and_name_the_ranks_and_the_variable(ranks):
+    # Of a CUDA device nothing is asked but its type: a rank there waits for its peers' ranges even if it needs nothing.
+    answers = ranks.run(3, parted, torch.device("cuda", 0))
+    for messages, same, users in answers:
+        assert messages == answers[0][0]
+        assert "ranks 0, 2: flashinfer/oneshot up to 128 bytes, reference; rank 1: flashinfer/oneshot" in messages[0]
+        assert "rank 0: reference; ranks 1, 2: flashinfer/oneshot up to 128 bytes, reference" in messages[1]
+        assert all("GRAPHFUSE_ALLREDUCE_TABLES" in message for message in messages)
+        assert (same, users) == (True, 1)
+
+
+def one_rank_alone(group):
+    """Rank 1 does not call at all."""
+    if dist.get_rank(group) == 0:
+        return Pool({}).prepare(group, Decision(True, (REFERENCE,)), **FLOAT)
+
+
+def test_on_the_cpu_the_reference_alone_waits_for_nobody(ranks):
+    assert ranks.run(2, one_rank_alone, timeout=20.0) == [Decision(True, (REFERENCE,)), None]
+
+
 def refused_and_reference(group):
     pool = Pool({"flashinfer": FakeBackend()})
     refused = Decision(False, (), ("no",))
-    forced = Decision(True, (SizeRange(None, "reference"),))
+    forced = Decision(True, (REFERENCE,))
     answers = pool.prepare(group, refused, **FLOAT), pool.prepare(group, forced, **FLOAT)
     return answers == (refused, forced), pool.active(group.group_name, torch.float32, 8).workspaces
 
@@ -222,40 +274,3 @@ def test_on_a_fake_group_the_decision_stands_and_nothing_is_made():
     finally:
         dist.destroy_process_group()
     assert facts.world_size == 8
-
-
-def dispatched(group, breaks=False):
-    """Calls of 4, 5 and 0 tokens, of another hidden size, and in float64, through the process's pool."""
-    backend = FakeBackend()
-    pool_module.process_pool, before = Pool({"flashinfer": backend}), pool_module.process_pool
-    try:
-        pool_module.prepare(group, decision(4), **FLOAT)
-        backend.made[0].breaks = breaks
-        results = []
-        for tokens, hidden, dtype in [(4, 8, None), (5, 8, None), (0, 8, None), (4, 16, None), (2, 8, torch.float64)]:
-            x = torch.ones(tokens, hidden, dtype=dtype)
-            normed, summed = dispatch.run(FusedCall(x, None, None, 1e-6), group.group_name)
-            reduced = torch.equal(summed, x * dist.get_world_size(group))
-            results.append((bool((normed == 42.0).any()), reduced))
-        return results
-    except BackendUnavailableError as error:
-        return str(error)
-    finally:
-        pool_module.process_pool = before
-
-
-def test_dispatch_goes_by_message_bytes_and_every_choice_reduces(ranks):
-    for results in ranks.run(2, dispatched):
-        assert [fused for fused, _ in results] == [True, False, False, False, False]
-        assert all(reduced for _, reduced in results)
-
-
-def test_a_backend_that_fails_in_the_middle_is_an_error_and_not_another_backend_on_one_rank(ranks):
-    assert ranks.run(2, dispatched, True) == ["broken in the middle"] * 2
-
-
-def test_choose_takes_the_first_range_that_holds_the_message():
-    ranges = decision(4).ranges
-    assert dispatch.choose(ranges, 4 * ROW).backend == "flashinfer"
-    assert dispatch.choose(ranges, 4 * ROW + 1).backend == "reference"
-    assert dispatch.choose(ranges[:1], 4 * ROW + 1) is None
