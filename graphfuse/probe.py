@@ -2,12 +2,14 @@
 
 GPUs are named by their NVML uuid, which is the same for every process whatever CUDA_VISIBLE_DEVICES says: a rank is
 never used as a device index. Links come from nvidia-ml-py (`pynvml`), which FlashInfer brings along; without it, or
-where the driver does not tell, the answer is "unknown" with the reason.
+where the driver does not tell, NVLink is "unknown" with the reason, and CUDA is asked which GPUs reach each other's
+memory.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.metadata
 import os
 import socket
@@ -36,6 +38,8 @@ def probe(device: torch.device) -> RankFacts:
         gpu, capability = properties.name, (properties.major, properties.minor)
         gpu_id = uuid_of(properties)
         links = nvml_links(gpu_id, load_nvml())
+        if links.access_peers is None:
+            links = with_peers_from_cuda(links, device.index, torch.cuda)
         nvlink_peers, access_peers = links.nvlink_peers, links.access_peers
         notes += links.notes
     return RankFacts(
@@ -143,6 +147,33 @@ def nvml_links(gpu_id: str | None, nvml: Any) -> Links:
         return Links(notes=(f"GPU links are unknown because NVML does not tell them: {error}.",))
     finally:
         nvml.nvmlShutdown()
+
+
+def with_peers_from_cuda(links: Links, index: int | None, cuda: Any) -> Links:
+    """The links with what CUDA knows: which of the GPUs that this process sees one of them reads and writes directly.
+
+    Args:
+        links: from `nvml_links`, without `access_peers`.
+        index: of the GPU among those that this process sees; None: the current one.
+        cuda: `torch.cuda`, or a stand-in in tests.
+    """
+    try:
+        index = cuda.current_device() if index is None else index
+        others = [other for other in range(cuda.device_count()) if other != index]
+        reached = [other for other in others if cuda.can_device_access_peer(index, other)]
+        peers = [uuid_of(cuda.get_device_properties(other)) for other in reached]
+    except (RuntimeError, AssertionError) as error:  # CUDA's own errors, and torch's checks of the index
+        return _with_note(links, f"Peer access is unknown because CUDA does not tell it: {error}.")
+    if not others:
+        return _with_note(links, "Peer access is unknown because this process sees one GPU only.")
+    if None in peers:
+        return _with_note(links, "Peer access is unknown because torch does not tell the GPUs' uuids.")
+    told = tuple(peer for peer in peers if peer is not None)
+    return dataclasses.replace(_with_note(links, "Peer access is known from CUDA."), access_peers=told)
+
+
+def _with_note(links: Links, note: str) -> Links:
+    return dataclasses.replace(links, notes=(*links.notes, note))
 
 
 def _nvlink_peers(nvml: Any, mine: Any, others: dict[str, Any]) -> tuple[str, ...]:

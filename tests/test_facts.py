@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from graphfuse.errors import SchemaError
 from graphfuse.facts import Facts, combine, gather_facts
-from graphfuse.probe import Links, multicast_forbidden_by, nvml_links, probe
+from graphfuse.gate import decide
+from graphfuse.probe import Links, multicast_forbidden_by, nvml_links, probe, with_peers_from_cuda
 from tests.hosts import H200_PEER, H200_RANK, H200_X2
 
 RANK = dataclasses.replace(H200_RANK, nvlink_peers=("GPU-1", "GPU-2"), access_peers=("GPU-1", "GPU-2"))
@@ -149,6 +150,82 @@ def test_unknown_links_carry_their_reason(case):
     assert links == Links(notes=links.notes)
     assert reason in links.notes[0]
     assert nvml is None or nvml.running == 0
+
+
+def fake_cuda(reach=((0, 1), (1, 0), (1, 2)), count=3, uuids=True):
+    """torch.cuda on a host of GPUs where `reach` pairs have peer access."""
+
+    def can_device_access_peer(one, other):
+        if one == other:
+            raise AssertionError("Invalid peer device id")
+        return (one, other) in reach
+
+    properties = {"name": "NVIDIA H200", "major": 9, "minor": 0}
+    return SimpleNamespace(
+        current_device=lambda: 1,
+        device_count=lambda: count,
+        can_device_access_peer=can_device_access_peer,
+        get_device_properties=lambda d: SimpleNamespace(
+            **properties, **({"uuid": str(d if isinstance(d, int) else d.index)} if uuids else {})
+        ),
+    )
+
+
+UNKNOWN = Links(notes=("GPU links are unknown because nvidia-ml-py is not installed.",))
+
+
+def test_without_nvml_cuda_tells_whose_memory_is_in_reach_and_nvlink_stays_unknown():
+    links = with_peers_from_cuda(UNKNOWN, 1, fake_cuda())
+    assert links.access_peers == ("GPU-0", "GPU-2")
+    assert links.nvlink_peers is links.num_nvlinks is None
+    assert links.notes == (*UNKNOWN.notes, "Peer access is known from CUDA.")
+    assert with_peers_from_cuda(UNKNOWN, None, fake_cuda()) == links  # the current GPU is 1
+    assert with_peers_from_cuda(UNKNOWN, 2, fake_cuda()).access_peers == ()
+
+
+def broken(*_):
+    raise RuntimeError("CUDA error: initialization error")
+
+
+CUDA_DOES_NOT_TELL = {
+    "one GPU": (fake_cuda(count=1), 0, "this process sees one GPU only"),
+    "no uuids": (fake_cuda(uuids=False), 0, "torch does not tell the GPUs' uuids"),
+    "an error": (SimpleNamespace(device_count=broken), 0, "CUDA does not tell it: CUDA error: initialization"),
+}
+
+
+@pytest.mark.parametrize("case", CUDA_DOES_NOT_TELL)
+def test_where_cuda_does_not_tell_either_peer_access_is_unknown(case):
+    cuda, index, reason = CUDA_DOES_NOT_TELL[case]
+    links = with_peers_from_cuda(UNKNOWN, index, cuda)
+    assert links == Links(notes=links.notes)
+    assert reason in links.notes[-1]
+
+
+def probed_as_gpu(monkeypatch, index, nvml, cuda):
+    monkeypatch.setattr("graphfuse.probe.load_nvml", lambda: nvml)
+    for name in ("device_count", "can_device_access_peer"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: cuda.get_device_properties(d))
+    return dataclasses.replace(probe(torch.device("cuda", index)), flashinfer=None, triton="3.6.0")
+
+
+def test_symm_mem_serves_a_host_without_flashinfer_and_nvidia_ml_py(monkeypatch):
+    cuda = fake_cuda(reach=((0, 1), (1, 0)), count=2)
+    facts = combine([probed_as_gpu(monkeypatch, index, None, cuda) for index in (0, 1)])
+    assert (facts.peer_access, facts.nvlink_mesh) == (True, None)
+    decision = decide(facts, dtype=torch.bfloat16, hidden_size=4096)
+    assert {r.backend for r in decision.ranges} <= {"symm_mem", "reference"}
+    assert decision.ranges[0].backend == "symm_mem"
+    one_way = combine([probed_as_gpu(monkeypatch, i, None, fake_cuda(reach=((0, 1),), count=2)) for i in (0, 1)])
+    assert one_way.peer_access is False
+    assert not decide(one_way, dtype=torch.bfloat16, hidden_size=4096).allowed
+
+
+def test_where_nvml_answers_cuda_is_not_asked(monkeypatch):
+    cuda = SimpleNamespace(**{**vars(fake_cuda()), "device_count": broken})
+    rank = probed_as_gpu(monkeypatch, 0, FakeNvml(mesh=[(0, 1)]), cuda)
+    assert (rank.nvlink_peers, rank.access_peers, rank.notes) == (("GPU-1",), ("GPU-1", "GPU-2"), ())
 
 
 def test_a_cpu_rank_probes_without_a_gpu():

@@ -138,7 +138,7 @@ def _missing(facts: Facts) -> list[str]:
     if facts.triton is None:
         missing.append("Triton is not installed: pip install triton brings graphfuse's own kernels.")
     if version_of("nvidia-ml-py") is None:
-        missing.append("nvidia-ml-py is not installed, so links are unknown: pip install nvidia-ml-py.")
+        missing.append("nvidia-ml-py is not installed, so NVLink is unknown: pip install nvidia-ml-py.")
     if facts.flashinfer is None:
         missing.append('FlashInfer is not installed: pip install "graphfuse[cuda]" brings its fused all-reduce.')
     return missing

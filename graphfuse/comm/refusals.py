@@ -86,7 +86,8 @@ def _reach_refusals(facts: Facts) -> list[str]:
     if not facts.one_host:
         return ["The ranks run on several hosts, and the fused all-reduce reaches GPUs of one host only."]
     if facts.peer_access is None:
-        return [f"It is unknown whether the GPUs reach each other's memory.{_why(facts, 'links')}"]
+        reasons = _why(facts, "links") + _why(facts, "Peer access")
+        return [f"It is unknown whether the GPUs reach each other's memory.{reasons}"]
     if not facts.peer_access:
         return ["The GPUs cannot access each other's memory."]
     return []

@@ -27,6 +27,16 @@ BOTH = {
         {"peer_access": None, "notes": ("rank 0: GPU links are unknown because nvidia-ml-py is not installed.",)},
         "unknown whether the GPUs reach each other's memory. rank 0: GPU links are unknown because nvidia-ml-py",
     ),
+    "one visible GPU": (
+        {
+            "peer_access": None,
+            "notes": (
+                "rank 0: GPU links are unknown because NVML does not start.",
+                "rank 0: Peer access is unknown because this process sees one GPU only.",
+            ),
+        },
+        "NVML does not start. rank 0: Peer access is unknown because this process sees one GPU only.",
+    ),
 }
 FLASHINFER = {
     **BOTH,
