@@ -67,7 +67,7 @@ class Pool:
             return decision
         key = (group.group_name, dtype, hidden_size)
         conflict = self._conflict(key, decision)
-        wanted = _wanted(decision.ranges)
+        wanted = _wanted(decision.ranges, hidden_size * dtype.itemsize)
         device = device or _current_device()
         if not wanted and device.type == "cpu":  # no rank on the CPU has anything else: nothing to vote about
             if conflict:
@@ -204,12 +204,16 @@ def _require_equal(ranges_of_ranks: list[tuple[SizeRange, ...]]) -> None:
     )
 
 
-def _wanted(ranges: tuple[SizeRange, ...]) -> dict[str, tuple[tuple[str | None, int | None], ...]]:
-    """The backends that need a workspace, each with its variants and their largest messages (None: any size)."""
+def _wanted(ranges: tuple[SizeRange, ...], row_bytes: int) -> dict[str, tuple[tuple[str | None, int | None], ...]]:
+    """The backends that need a workspace, each with its variants and their largest messages (None: any size).
+
+    A range that ends below one row, which a table measured at a smaller hidden size can have, counts as one row.
+    """
     wanted: dict[str, dict[str | None, int | None]] = {}
     for size_range in ranges:
         if size_range.backend != "reference":
-            wanted.setdefault(size_range.backend, {})[size_range.variant] = size_range.max_bytes
+            limit = None if size_range.max_bytes is None else max(size_range.max_bytes, row_bytes)
+            wanted.setdefault(size_range.backend, {})[size_range.variant] = limit
     return {backend: tuple(variants.items()) for backend, variants in wanted.items()}
 
 

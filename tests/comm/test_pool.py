@@ -123,6 +123,7 @@ REQUESTED = {
         (SizeRange(2 * ROW, "symm_mem", "one_shot"), SizeRange(9 * ROW, "symm_mem", "two_shot"), REFERENCE),
         (9 * ROW, (("one_shot", 2 * ROW), ("two_shot", 9 * ROW))),
     ),
+    "less than a row": ((SizeRange(5, "flashinfer", "oneshot"), REFERENCE), (ROW, (("oneshot", ROW),))),
     "a variant in two stretches": (
         (
             SizeRange(ROW, "symm_mem", "one_shot"),

@@ -167,6 +167,8 @@ class FakeBackend:
 
 
 class FakeWorkspace:
+    quantises, num_bytes = False, 0
+
     def __init__(self, request):
         self.group, self.capacity, self.calls = request.group, request.max_bytes or 1 << 62, []
 
