@@ -201,6 +201,13 @@ def plan_rows(request: WorkspaceRequest, world_size: int) -> dict[str | None, in
     return planned
 
 
+def planned_bytes(request: WorkspaceRequest, world_size: int) -> int:
+    """GPU memory of the buffers of `plan_rows`."""
+    row_bytes = SLOTS * row_stride(request.hidden_size) * request.dtype.itemsize
+    planned = plan_rows(request, world_size)
+    return sum(row_bytes * cells_per_row(variant, num_rows, world_size) for variant, num_rows in planned.items())
+
+
 def spin_limit(environment: Callable[[str], str | None] = os.environ.get) -> int:
     """Polls of a waiting row after which it gives up; 0, without end, where GRAPHFUSE_COMM_TIMEOUT is not set.
 
@@ -234,11 +241,13 @@ class SymmMemBackend:
         if request.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return "A CUDA graph is being captured; prepare the model before capturing."
-            free, needed = torch.cuda.mem_get_info(request.device)[0], BUFFER_BYTES
+            needed = planned_bytes(request, request.group.size())
+            free = torch.cuda.mem_get_info(request.device)[0]
             if free < needed:
-                return (
-                    f"The symmetric buffers take up to {needed >> 20} MiB of GPU memory, and {free >> 20} MiB are free."
-                )
+                torch.cuda.empty_cache()
+                free = torch.cuda.mem_get_info(request.device)[0]
+            if free < needed:
+                return f"The symmetric buffers take {needed >> 20} MiB of GPU memory, and {free >> 20} MiB are free."
         return None
 
     def create(self, request: WorkspaceRequest, channel: ControlChannel) -> SymmMemWorkspace:

@@ -34,7 +34,7 @@ def request(hidden_size, variants, dtype=torch.bfloat16, group=None):
     )
 
 
-def planned_bytes(wanted, world_size):
+def reserved_bytes(wanted, world_size):
     """What a workspace that reserves this holds, with buffers that take no memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symm_mem, "allocate", lambda elements, word, *_: buffer_of(elements, word))
@@ -64,7 +64,7 @@ def test_buffers_hold_at_least_a_row_of_each_variant_and_stay_within_the_budget(
     assert all(1 <= count < MOST_ROWS + world for count in rows.values())
     if "two_shot" in rows:  # a row for each owner, and as many for one as for the other
         assert rows["two_shot"] >= world and rows["two_shot"] % world == 0
-    assert planned_bytes(wanted, world) <= BUFFER_BYTES
+    assert reserved_bytes(wanted, world) <= BUFFER_BYTES
 
 
 @pytest.mark.parametrize("hidden_size", [1, 15, 16, 17, 4096, 8192, 16383, 16384])
@@ -73,7 +73,7 @@ def test_the_budget_holds_at_the_ends_of_every_dimension(hidden_size):
         DTYPES, (2, 3, 8), ([("one_shot", None)], [("two_shot", None)], [("one_shot", None), ("two_shot", None)])
     ):
         wanted = request(hidden_size, variants, dtype)
-        assert planned_bytes(wanted, world) <= BUFFER_BYTES, (dtype, world, variants)
+        assert reserved_bytes(wanted, world) <= BUFFER_BYTES, (dtype, world, variants)
 
 
 def test_a_limit_is_planned_for_and_no_more():
@@ -201,19 +201,24 @@ def test_a_time_out_that_is_no_positive_number_is_an_error(value):
         spin_limit({"GRAPHFUSE_COMM_TIMEOUT": value}.get)
 
 
-ON_CUDA = WorkspaceRequest(None, torch.bfloat16, 64, None, torch.device("cuda", 0))
+NEEDED = 3 * 512 * 2 * 1024  # three slots of 512 rows of 1024 x bfloat16, from one sender
 
 
-def on_cuda(monkeypatch, free, capturing=False):
+def on_cuda(monkeypatch, *free, capturing=False):
+    """The refusal where so many bytes are free at each look, the second one after the cache was emptied."""
+    looks = iter(free)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 140 << 30))
-    return SymmMemBackend().refusal(ON_CUDA)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(looks), 140 << 30))
+    group, device = types.SimpleNamespace(size=lambda: 2), torch.device("cuda", 0)
+    variants = (("one_shot", 512 * 2 * 1024),)
+    return SymmMemBackend().refusal(WorkspaceRequest(group, torch.bfloat16, 1024, None, device, variants))
 
 
 def test_refusals_name_the_reason(monkeypatch):
-    assert on_cuda(monkeypatch, BUFFER_BYTES) is None
-    assert "before capturing" in on_cuda(monkeypatch, BUFFER_BYTES, capturing=True)
-    assert "take up to 256 MiB of GPU memory, and 255 MiB are free" in on_cuda(monkeypatch, BUFFER_BYTES - 1)
+    assert on_cuda(monkeypatch, NEEDED) is None
+    assert on_cuda(monkeypatch, 0, NEEDED) is None
+    assert "before capturing" in on_cuda(monkeypatch, NEEDED, capturing=True)
+    assert "take 3 MiB of GPU memory, and 2 MiB are free" in on_cuda(monkeypatch, 0, NEEDED - 1)
     assert SymmMemBackend().refusal(request(64, [])) is None
     monkeypatch.setattr(symm_mem, "norm_epilogue", types.SimpleNamespace(available=lambda: False))
     assert "Triton is not installed" in SymmMemBackend().refusal(request(64, []))
