@@ -17,8 +17,9 @@ call e + 2 will use next.
 **Why no store can be lost or read twice.** Let A clear the cell of call e - 1 in its kernel for call e, and let B be
 the rank that writes this cell again, in call e + 2.
   1. A's clearing stores are in A's memory before A's kernel for call e + 1 starts: both run in one stream, and the
-     stores of a kernel are performed before the next kernel of its stream starts (as a programmatic dependent: before
-     `griddepcontrol.wait` returns in it, and it reads and writes nothing before that).
+     stores of a kernel are performed before the next kernel of its stream starts. Ours, launched as programmatic
+     dependents, read and write nothing before `griddepcontrol.wait`, which returns when the kernels before have ended;
+     so must any kernel between ours that is launched in that way (the rule for all of them).
   2. B's kernel for call e + 2 starts after B's kernel for call e + 1 ended, for the same reason.
   3. B's kernel for call e + 1 ended only after it had seen a row that A stores in *its* kernel for call e + 1
      (one_shot: every rank waits for every other; two_shot: an owner waits for each contributor and each contributor for
@@ -30,7 +31,9 @@ the rank that writes this cell again, in call e + 2.
 
 **What a reader sees.** Loads in the waiting loop are volatile (relaxed, system scope): never kept in a register or in
 L1. Stores are plain and aligned, at most 16 bytes a thread; each 16- or 32-bit element arrives whole. The values are
-themselves what is waited for, so there is no second location whose order would need a fence: none is issued.
+themselves what is waited for, so there is no second location whose order would need a fence: none is issued. Formally
+a plain store races with a relaxed load in the PTX model; that an aligned element is stored and loaded in one piece is
+how NVIDIA GPUs behave, and what tests/gpu/symm_mem_order.py checks.
 
 **Progress.** Program r of a rank waits only for program r of its peers. Programs of a grid start in rising order (what
 single-pass scans rely on too), so the lowest unfinished row is running, or about to, on every rank.

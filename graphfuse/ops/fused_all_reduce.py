@@ -188,8 +188,10 @@ def _check_residual(x: Tensor, residual: Tensor) -> None:
 def _check_fp8(x: Tensor, fp8: str, scale: Tensor | None) -> None:
     if fp8 not in ("static", "token", "group"):
         raise ArgumentError(f'fp8={fp8!r} is not known. Use "static", "token" or "group".')
-    if fp8 == "static" and (scale is None or scale.numel() != 1 or scale.dtype != torch.float32):
-        raise ArgumentError('fp8="static" needs the scale. Give a float32 tensor of one element.')
+    if fp8 == "static" and (
+        scale is None or scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != x.device
+    ):
+        raise ArgumentError('fp8="static" needs the scale. Give a float32 tensor of one element, on the device of x.')
     if fp8 != "static" and scale is not None:
         raise ArgumentError(f'fp8={fp8!r} computes its scales. Leave scale out, or use "static".')
     if fp8 == "group" and x.shape[-1] % FP8_GROUP:
