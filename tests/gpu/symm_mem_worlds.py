@@ -57,7 +57,7 @@ class World:
     def load_kernels(self, calls: list[FusedCall]) -> None:
         """Run each rank twice by itself, on cells that look as if all rows had arrived. Loading a kernel or allocating
         memory while another rank's kernel waits on a GPU of this process would wait for that kernel in turn: a deadlock
-        that ranks in processes of their own cannot have. Afterwards kernels are loaded and the streams' memory is there.
+        that ranks in processes of their own cannot have. Afterwards kernels are loaded, and the streams have memory.
         """
         kept = []
         for device, stream, workspace, call in zip(self.devices, self.streams, self.workspaces, calls, strict=True):
