@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+
+def brief(value: Any, limit: int = 120) -> str:
+    """A value from outside as a message can show it: on one line, printable, cut to `limit` characters.
+
+    An exception is shown by what it says, anything else by its `repr`.
+    """
+    try:
+        text = " ".join(str(value).split()) if isinstance(value, BaseException) else repr(value)
+    except Exception:  # an integer of more digits than Python prints, an object whose repr fails
+        text = f"a {type(value).__name__}"
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
 
 class GraphfuseError(Exception):
     """Base of all errors raised on purpose by graphfuse."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
-from graphfuse.errors import UnsupportedModelError
+from graphfuse.errors import CheckpointError, GraphfuseError, UnsupportedModelError, brief
 from graphfuse.models.causal_lm import CausalLM
 from graphfuse.models.llama import LlamaForCausalLM, MistralForCausalLM
 from graphfuse.models.qwen3 import Qwen3ForCausalLM
@@ -50,5 +50,19 @@ def build(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> CausalLM:
-    """The model with zero weights; also on device "meta" and under FakeTensorMode."""
-    return resolve(config)(config, tp_group, dtype=dtype, device=device)
+    """The model with zero weights; also on device "meta" and under FakeTensorMode.
+
+    Raises:
+        UnsupportedModelError: from `resolve`, or a feature that is not implemented.
+        CheckpointError: the config has a value of which no model can be made.
+    """
+    family = resolve(config)
+    try:
+        return family(config, tp_group, dtype=dtype, device=device)
+    except (GraphfuseError, torch.OutOfMemoryError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"The config describes a {config.model_type} model that cannot be made here ({brief(error, 400)}). Check "
+            "the values of its config.json."
+        ) from error

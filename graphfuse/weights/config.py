@@ -2,40 +2,67 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
-from graphfuse.errors import CheckpointError
+from graphfuse.errors import CheckpointError, brief
+from graphfuse.jsonfile import read_json
 
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-"""Fields that the families with a model definition here divide by, or count from."""
+LIMITS = {
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "moe_intermediate_size": 1 << 24,
+    "vocab_size": 1 << 24,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "num_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 14,
+    "max_position_embeddings": 1 << 32,
+}
+"""Fields that a model divides by, counts to or allocates, and a value ten times any model's: a list of a layer's types,
+say, is made before anything else could notice that there are 10^9 layers."""
+
+MAY_BE_ZERO = ("num_experts",)
+SECTIONS = ("text_config", "llm_config", "language_config")
+"""Where configs of several modalities keep the language model's."""
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """config.json as transformers reads it.
+    """config.json as transformers reads it. No code of the checkpoint's own is run: `auto_map` is not followed.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or a value of it cannot be.
+        CheckpointError: there is none, it is damaged, it needs code of its own, or a value of it cannot be.
     """
+    from graphfuse.models.registry import FAMILIES
+
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{folder} has no config.json. Pass the folder of a complete checkpoint.")
     try:
-        _check_values(file, json.loads(file.read_text(encoding="utf-8")))
-        config = AutoConfig.from_pretrained(folder)
-    except CheckpointError:
-        raise
-    except StrictDataclassError as error:  # names the field, over several lines
+        values = read_json(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read ({brief(error)}). Check or download it again.") from error
+    _check_values(file, values)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # its classes check what they hold, each in its own way
+        if isinstance(values.get("auto_map"), dict) and "AutoConfig" in values["auto_map"]:
+            raise CheckpointError(
+                f"{file} is of a kind that transformers does not have, and brings code of its own, which graphfuse "
+                "never runs. Load the model with transformers and trust_remote_code=True, if you trust it, and pass it "
+                "to graphfuse.compile."
+            ) from error
         raise CheckpointError(
-            f"{file} has a value that cannot be ({' '.join(str(error).split())}). Check or download it again."
+            f"{file} has a value that cannot be ({brief(error, 400)}). Check or download it again."
         ) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}). Check or download it again.") from error
+    if config.model_type in FAMILIES:
+        _check_relations(file, config)
     dtype = getattr(config, "dtype", None)
     if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
         raise CheckpointError(f"{file} has dtype={dtype}, which weights cannot have. Write a floating one.")
@@ -43,18 +70,46 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def _check_values(file: Path, values: Any) -> None:
-    from graphfuse.models.registry import FAMILIES
-
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} holds no JSON object. Check or download it again.")
     architectures = values.get("architectures")
     if architectures is not None and not (
         isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
     ):
-        raise CheckpointError(f"{file} has architectures={architectures!r}. It must be a list of class names.")
-    if values.get("model_type") not in list(FAMILIES):
-        return
-    for field in SIZES:
+        raise CheckpointError(f"{file} has architectures={brief(architectures)}. It must be a list of class names.")
+    for section in (values, *(values.get(name) for name in SECTIONS)):
+        if isinstance(section, dict):
+            _check_sizes(file, section)
+
+
+def _check_sizes(file: Path, values: dict[str, Any]) -> None:
+    from graphfuse.models.registry import FAMILIES
+
+    ours = values.get("model_type") in list(FAMILIES)
+    for field, limit in LIMITS.items():
         value = values.get(field)
-        if isinstance(value, int) and value < 1:
-            raise CheckpointError(f"{file} has {field}={value}. It must be at least 1: check or download the file.")
+        least = 0 if field in MAY_BE_ZERO else 1
+        if isinstance(value, int) and ours and value < least:
+            raise CheckpointError(
+                f"{file} has {field}={brief(value)}. It must be at least {least}: check or download the file."
+            )
+        if isinstance(value, int | float) and not value <= limit:  # also NaN
+            raise CheckpointError(
+                f"{file} has {field}={brief(value)}, more than any model's. Check or download the file again."
+            )
+
+
+def _check_relations(file: Path, config: PretrainedConfig) -> None:
+    """Of our families, what transformers' configs let pass and a model would take silently, or fail at when it runs."""
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise CheckpointError(
+            f"{file} has {config.num_attention_heads} attention heads for {config.num_key_value_heads} key-value "
+            "heads. The first must be a multiple of the second: check or download the file."
+        )
+    experts = getattr(config, "num_experts", 0)
+    if experts and not 1 <= config.num_experts_per_tok <= experts:
+        raise CheckpointError(
+            f"{file} chooses {config.num_experts_per_tok} of {experts} experts for each token. Check or download it."
+        )
+    if not 0 <= config.rms_norm_eps < math.inf:
+        raise CheckpointError(f"{file} has rms_norm_eps={config.rms_norm_eps!r}. It must be a small positive number.")

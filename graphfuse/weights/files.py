@@ -7,17 +7,21 @@ Source: https://huggingface.co/docs/safetensors
 
 from __future__ import annotations
 
-import json
+import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import torch
 
-from graphfuse.errors import CheckpointError
+from graphfuse.errors import CheckpointError, brief
+from graphfuse.jsonfile import parse_json, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TEMPLATES = "additional_chat_templates"
 MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
 DTYPES = {
@@ -63,51 +67,121 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}. Pass the folder of a complete checkpoint.")
 
 
+def check_links(folder: Path) -> None:
+    """Refuses symbolic links out of the folder, but for those into the store of the hub's cache.
+
+    A link in a checkpoint that was unpacked or cloned leads where its author wanted. The folder itself may be one.
+
+    Raises:
+        CheckpointError: a file, or a file of its folder of chat templates, is such a link.
+    """
+    try:
+        inside = folder.resolve(strict=True)
+        for path in (*folder.iterdir(), *(folder / TEMPLATES).glob("*")):
+            if not path.is_symlink():
+                continue
+            target = path.resolve()
+            stored = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+            if not target.is_relative_to(inside) and not stored:
+                raise CheckpointError(
+                    f"{path} is a link to {target}, which is outside of the folder. Put the file itself there, or a "
+                    "hard link to it (cp -rlL does so for a whole folder)."
+                )
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise CheckpointError(f"{folder} cannot be read ({brief(error)}). Check it and its links.") from error
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, checked to lie within it."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(f"{file} is truncated or not a safetensors file. Download it again.")
-        try:
-            header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            tensors = {name: StoredTensor(name, file, tuple(t["shape"]), t["dtype"]) for name, t in header.items()}
-            ends = {name: int(t["data_offsets"][1]) for name, t in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"The header of {file} is damaged ({error}). Download it again.") from error
-    cut = [name for name, end in ends.items() if 8 + length + end > size]
-    if cut:
-        raise CheckpointError(f"{file} is truncated: tensor {cut[0]!r} ends behind the file. Download it again.")
-    return tensors
+    """The tensors of one file, checked to lie within it and not in each other."""
+    try:
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(f"{file} is truncated or not a safetensors file. Download it again.")
+            content = stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({brief(error)}). Check its permissions and the disk.") from error
+    try:
+        header = parse_json(content)
+        if not isinstance(header, dict):
+            raise ValueError("it is no object")
+        header.pop("__metadata__", None)
+        entries = {name: _entry(name, entry, file) for name, entry in header.items()}
+    except ValueError as error:
+        raise CheckpointError(f"The header of {file} is damaged ({error}). Download it again.") from error
+    last, end_of_last = "", 0
+    for tensor, begin, end in sorted(entries.values(), key=lambda entry: entry[1:]):
+        if 8 + length + end > size:
+            raise CheckpointError(
+                f"{file} is truncated: tensor {brief(tensor.name)} ends behind the file. Download it again."
+            )
+        if begin < end_of_last:
+            raise CheckpointError(
+                f"The header of {file} is damaged ({brief(tensor.name)} overlaps {brief(last)}). Download it again."
+            )
+        last, end_of_last = tensor.name, end
+    return {name: tensor for name, (tensor, _, _) in entries.items()}
+
+
+def _entry(name: str, entry: Any, file: Path) -> tuple[StoredTensor, int, int]:
+    """A tensor, and where its bytes begin and end. Raises `ValueError`."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{brief(name)} is {brief(entry)}, which is no object")
+    shape, dtype, offsets = entry.get("shape"), entry.get("dtype"), entry.get("data_offsets")
+    if not _are_sizes(shape):
+        raise ValueError(f"{brief(name)} has shape {brief(shape)}")
+    if not isinstance(dtype, str):
+        raise ValueError(f"{brief(name)} has dtype {brief(dtype)}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{brief(name)} has data_offsets {brief(offsets)}")
+    begin, end = offsets
+    if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError(f"{brief(name)} of shape {brief(shape)} and dtype {dtype} has {end - begin} bytes")
+    return StoredTensor(name, file, tuple(shape), dtype), begin, end
+
+
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
+
+
+def _is_plain_name(file: str) -> bool:
+    return file not in ("", ".", "..") and file.isprintable() and "/" not in file and "\\" not in file
 
 
 def _from_index(index: Path) -> dict[str, StoredTensor]:
     """The tensors of all files of the index, and whether it lists them. It never leads to a file elsewhere."""
     try:
-        files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        names_of = {file: {name for name, f in files.items() if f == file} for file in sorted(set(files.values()))}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged ({error}). Download it again.") from error
-    tensors: dict[str, StoredTensor] = {}
-    for file, names in names_of.items():
-        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file:
+        content = read_json(index)
+        files = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(files, dict) or not files:
+            raise ValueError('it has no "weight_map" of tensors to files')
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{index} is damaged ({brief(error)}). Download it again.") from error
+    names_of: dict[str, set[str]] = {}
+    for name, file in files.items():
+        if not isinstance(file, str) or not _is_plain_name(file):
             raise CheckpointError(
-                f"{index} names the file {file!r}, which is no name of a file beside it. Download it again, from a "
-                "source that you trust."
+                f"{index} names the file {brief(file)}, which is no name of a file beside it. Download it again, from "
+                "a source that you trust."
             )
+        names_of.setdefault(file, set()).add(name)
+    tensors: dict[str, StoredTensor] = {}
+    for file, names in sorted(names_of.items()):
         path = index.parent / file
-        if not path.is_file():
+        if not os.path.isfile(path):  # unlike Path's, it takes names that are too long for a file
             raise CheckpointError(f"{index} names the file {file!r}, which is not there. Download it again.")
         header = read_header(path)
         lacking = sorted(names - header.keys())
         if lacking:
-            raise CheckpointError(f"{index} says that {lacking[0]!r} is in {file}, but it is not. Download them again.")
+            raise CheckpointError(
+                f"{index} says that {brief(lacking[0])} is in {file}, but it is not. Download them again."
+            )
         twice = sorted(name for name in header if files.get(name, file) != file)
         if twice:
             raise CheckpointError(
-                f"{index} says that {twice[0]!r} is in {files[twice[0]]}, but {file} holds it too. Download both again."
+                f"{index} says that {brief(twice[0])} is in {files[twice[0]]}, but {file} holds it too. "
+                "Download both again."
             )
         tensors |= {name: replace(tensor, listed=name in names) for name, tensor in header.items()}
     return tensors

@@ -15,14 +15,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
-from graphfuse.errors import CheckpointError, ConfigError, GraphfuseError, GroupError, UnsupportedModelError
+from graphfuse.errors import CheckpointError, ConfigError, GraphfuseError, GroupError, UnsupportedModelError, brief
 from graphfuse.weights import stream
 from graphfuse.weights.config import read_config
-from graphfuse.weights.files import DTYPES, find_tensors
+from graphfuse.weights.files import DTYPES, check_links, find_tensors
 
 logger = logging.getLogger("graphfuse")
 
 IMPLEMENTATIONS = ("auto", "graphfuse", "transformers")
+ADAPTER = "adapter_config.json"
+SAFE = {"use_safetensors": True, "trust_remote_code": False}
+"""No pickled weights, and no code that a checkpoint brings: None would ask on the terminal."""
+
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
@@ -77,13 +81,18 @@ def load(
     config_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else None
     model_dtype = dtype or stream.default_dtype(config_dtype, stored)
     try:
-        model = registry.build(config, tp.group, model_dtype, device or default_device(tp.group))
+        shapes = registry.build(config, tp.group, model_dtype, "meta")
     except UnsupportedModelError as reason:
         if implementation == "graphfuse":
             raise
         if tp.rank == 0:
             logger.warning("Loading transformers' model of %s. %s", folder, reason)
         return _load_transformers(folder, tp.group, dtype, device)
+    if model_dtype not in DTYPES.values():
+        raise CheckpointError(f"{folder} asks for {model_dtype}, which is not implemented. Pass another dtype.")
+    # Before anything of the size that the config tells is allocated, the files confirm that size.
+    stream.check(shapes, shapes.checkpoint_plan(frozenset(stored)), stored, shapes.ignores)
+    model = registry.build(config, tp.group, model_dtype, device or default_device(tp.group))
     plans = model.checkpoint_plan(frozenset(stored))
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=tp.rank != 0 or not console.is_terminal) as progress:
@@ -96,13 +105,15 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], files: Sequence[str] = 
     """The folder itself, or the hub's snapshot of it, which has those of the repository's files that match `files`.
 
     Raises:
-        CheckpointError: neither a folder nor a repository that can be downloaded or is cached.
+        CheckpointError: neither a folder nor a repository that can be downloaded or is cached, or a folder with links
+            that lead out of it.
     """
     path = Path(path_or_hub_id)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path's, it takes names that no file can have
+        check_links(path)
         return path
     name = os.fspath(path_or_hub_id)
-    if path.exists():
+    if os.path.exists(path):
         raise CheckpointError(f"{name} is a file. Pass the folder that holds it.")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise CheckpointError(f"There is no folder {name}. Check the path, or pass a hub id such as Qwen/Qwen3-8B.")
@@ -147,11 +158,16 @@ def _load_transformers(
     folder: Path, group: dist.ProcessGroup | None, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> nn.Module:
     """Its from_pretrained; over several ranks sharded by its own plan, which always spans all processes."""
+    if (folder / ADAPTER).exists():
+        raise CheckpointError(
+            f"{folder} holds an adapter ({ADAPTER}), whose weights transformers would load too, pickled or from "
+            "elsewhere. Merge it into the model and save that."
+        )
     size = 1 if group is None else dist.get_world_size(group)
     wanted = torch.device(device) if device is not None else default_device(group)
     try:
         if size == 1:
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", use_safetensors=True)
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", **SAFE)
             return model.to(wanted).eval()
         if size != dist.get_world_size():
             raise GroupError(
@@ -167,11 +183,13 @@ def _load_transformers(
         from transformers.distributed.configuration_utils import DistributedConfig
 
         return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or "auto", use_safetensors=True, distributed_config=DistributedConfig(tp_size=size)
+            folder, dtype=dtype or "auto", distributed_config=DistributedConfig(tp_size=size), **SAFE
         ).eval()
     except GraphfuseError:
         raise
-    except (OSError, ImportError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # every model checks its config in its own way
         raise CheckpointError(
-            f"transformers cannot load {folder} ({type(error).__name__}: {error}). See its message."
+            f"transformers cannot load {folder} ({type(error).__name__}: {brief(error, 400)}). See its message."
         ) from error
