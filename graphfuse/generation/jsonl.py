@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from graphfuse.errors import SchemaError
+from graphfuse.errors import SchemaError, brief
 from graphfuse.generation.completion import Completion
+from graphfuse.jsonfile import parse_json
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,22 @@ def read_records(path: str | Path) -> list[Record]:
     """Every line that is not blank, in order. Raises `SchemaError` if the file cannot be read at all."""
     try:
         lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise SchemaError(f"{path} cannot be read ({error.strerror}). Give an existing JSON Lines file.") from error
+    except (OSError, ValueError) as error:
+        raise SchemaError(f"{path} cannot be read ({brief(error)}). Give an existing JSON Lines file.") from error
     return [_record(line, number) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _record(line: bytes, number: int) -> Record:
     try:
-        data = json.loads(line)
-    except ValueError as error:  # also UnicodeDecodeError
-        return Record(None, error=f"Line {number} is not JSON ({error}). Write one JSON object a line.")
+        data = parse_json(line)
+    except ValueError as error:
+        return Record(None, error=f"Line {number} is not JSON ({brief(error)}). Write one JSON object a line.")
     if not isinstance(data, dict) or "id" not in data:
         return Record(None, error=f'Line {number} is not an object with an "id". Write {{"id": …, "prompt": …}}.')
+    try:
+        json.dumps(data["id"], allow_nan=False)
+    except ValueError:
+        return Record(None, error=f'The "id" of line {number} holds a number that JSON has not. Give another one.')
     prompt, messages = data.get("prompt"), data.get("messages")
     if (prompt is None) == (messages is None):
         return Record(data["id"], error=f'Line {number} needs a "prompt" or "messages". Give exactly one of them.')

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from graphfuse.errors import CheckpointError, GenerationError
+from graphfuse.errors import CheckpointError, GenerationError, brief
+from graphfuse.jsonfile import read_json
+
+_LOOKED_FOR = ("tokenizer_file", "special_tokens_map_file", "added_tokens_file")
 
 Message = dict[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -16,28 +19,68 @@ Prompt = str | Sequence[Message] | Sequence[int]
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The checkpoint's own tokenizer. Raises `CheckpointError` when there is none that can be read."""
+    """The checkpoint's own tokenizer, from files of its folder alone and without code of its own.
+
+    Raises `CheckpointError` when there is none that can be read, or when it asks for more than that.
+    """
+    _check_paths(Path(path) / "tokenizer_config.json")
     try:
-        return AutoTokenizer.from_pretrained(str(path))
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, TypeError, … for a missing or broken one
         raise CheckpointError(
-            f"{path} has no tokenizer that can be read ({type(error).__name__}: {_first_line(error)}). "
+            f"{path} has no tokenizer that can be read ({type(error).__name__}: {brief(error, 300)}). "
             "Put its tokenizer files (tokenizer.json, tokenizer_config.json) beside the weights."
         ) from error
+
+
+def _check_paths(file: Path) -> None:
+    """Refuses settings that transformers (5.24) passes on to a tokenizer, and that make it open any path they name.
+
+    The names of files that it looks for itself, and puts in their place, stand in many published configs.
+    """
+    for key, value in _optional_json(file).items():
+        names = value if isinstance(value, list) else [value]
+        leads_out = any(isinstance(name, str) and ("/" in name or "\\" in name) for name in names)
+        if (key.endswith("_file") and key not in _LOOKED_FOR or key == "init_inputs") and leads_out:
+            raise CheckpointError(
+                f"{file} has {key}={brief(value)}, a path of its own, which would be opened wherever it leads. Remove "
+                "it, or use a checkpoint from a source that you trust."
+            )
+
+
+def _optional_json(file: Path) -> dict[str, Any]:
+    """The object in a file that may be missing. Raises `CheckpointError`."""
+    if not file.exists():
+        return {}
+    try:
+        values = read_json(file)
+        if not isinstance(values, dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read ({brief(error)}). Check or download it again.") from error
+    return values
 
 
 def eos_token_ids(path: str | Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every id that ends a sequence, from generation_config.json, the model's config and the tokenizer.
 
     Chat models often end a turn with another token than the pretraining one, and name them in different files.
+
+    Raises:
+        CheckpointError: generation_config.json is damaged, or what names the token is no id.
     """
-    try:
-        generation = GenerationConfig.from_pretrained(str(path)).eos_token_id
-    except OSError:  # the file is optional
-        generation = None
+    file = Path(path) / "generation_config.json"
+    named = {
+        str(file): _optional_json(file).get("eos_token_id"),
+        "The model's config": config.get_text_config().eos_token_id,
+        "The tokenizer": tokenizer.eos_token_id,
+    }
     ids: set[int] = set()
-    for value in (generation, config.get_text_config().eos_token_id, tokenizer.eos_token_id):
-        ids.update([value] if isinstance(value, int) else value or [])
+    for source, value in named.items():
+        each = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        if not all(type(token_id) is int for token_id in each):
+            raise CheckpointError(f"{source} has eos_token_id={brief(value)}. It must be an id or a list of ids.")
+        ids.update(each)
     return frozenset(ids)
 
 
@@ -79,10 +122,10 @@ class PromptEncoder:
         token_ids: list[int] = []
         for token_id in prompt:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise GenerationError(f"{name} holds {token_id!r}. A list must hold only messages, or only token ids.")
+                raise GenerationError(f"{name} holds {brief(token_id)}. A list must hold only messages, or only token ids.")
             if not 0 <= token_id < self._vocab_size:
                 raise GenerationError(
-                    f"{name} holds token id {token_id}, outside the vocabulary of {self._vocab_size}. "
+                    f"{name} holds token id {brief(token_id)}, outside the vocabulary of {self._vocab_size}. "
                     "Encode it with this model's own tokenizer."
                 )
             token_ids.append(token_id)
@@ -92,7 +135,7 @@ class PromptEncoder:
         for message in messages:
             if not isinstance(message.get("role"), str) or "content" not in message:
                 raise GenerationError(
-                    f'{name} has the message {message!r}. Each message needs a "role" and a "content".'
+                    f'{name} has the message {brief(message)}. Each message needs a "role" and a "content".'
                 )
         if not self.has_chat_template:
             raise GenerationError(
@@ -105,27 +148,25 @@ class PromptEncoder:
             )
         except Exception as error:  # a template is a program of its own; what it raises is about the messages
             raise GenerationError(
-                f"{name} is refused by the chat template ({_first_line(error)}). Change the roles or their order."
+                f"{name} is refused by the chat template ({brief(error)}). Change the roles or their order."
             ) from error
         return list(encoded["input_ids"])
 
 
 def _check_text(value: Any, name: str) -> None:
     """Refuses half surrogate pairs, which JSON can write and no tokenizer reads, anywhere in text or messages."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise GenerationError(
-                f"{name} has text that is not valid Unicode: character {error.start} is {value[error.start]!a}, half "
-                "of a surrogate pair. Write the whole character."
-            ) from error
-    elif isinstance(value, dict):
-        _check_text(list(value.values()), name)
-    elif isinstance(value, Sequence):
-        for part in value:
-            _check_text(part, name)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+    waiting = [value]  # not by recursion: messages may be nested deeper than the stack allows
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, str):
+            try:
+                part.encode()
+            except UnicodeEncodeError as error:
+                raise GenerationError(
+                    f"{name} has text that is not valid Unicode: character {error.start} is {part[error.start]!a}, "
+                    "half of a surrogate pair. Write the whole character."
+                ) from error
+        elif isinstance(part, dict):
+            waiting.extend(part.values())
+        elif isinstance(part, Sequence):
+            waiting.extend(part)
