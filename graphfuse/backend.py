@@ -31,7 +31,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 
 from graphfuse import gate, regions
 from graphfuse.config import FuseConfig
-from graphfuse.errors import ConfigError, FusionRequiredError, GroupError
+from graphfuse.errors import ConfigError, FusionRequiredError, GroupError, brief
 from graphfuse.executors import check_mode, compile_with_inductor, resolve_executor, run_eagerly
 from graphfuse.inlining import inline
 from graphfuse.module_paths import annotate_paths
@@ -332,8 +332,8 @@ def _fuel() -> int | None:
     text = os.environ.get("GRAPHFUSE_FUEL")
     if text is None:
         return None
-    if not text.isdigit():
-        raise ConfigError(f"GRAPHFUSE_FUEL={text!r} is not a number of rewrites. Unset it, or give 0, 1, 2, ...")
+    if not (text.isdecimal() and text.isascii() and len(text) <= 18):  # "²" is a digit, too
+        raise ConfigError(f"GRAPHFUSE_FUEL={brief(text)} is not a number of rewrites. Unset it, or give 0, 1, 2, ...")
     return int(text)
 
 

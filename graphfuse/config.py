@@ -6,10 +6,9 @@ import dataclasses
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphfuse.errors import ConfigError
+from graphfuse.errors import ConfigError, brief
 
 if TYPE_CHECKING:
     from graphfuse.passes.rule import Rule
@@ -59,10 +58,10 @@ class FuseConfig:
     def __post_init__(self) -> None:
         for field, choices in _CHOICES.items():
             value = getattr(self, field)
-            if value not in choices:
-                raise ConfigError(f"{field}={value!r} is not known. Use one of {', '.join(map(repr, choices))}.")
+            if not isinstance(value, str) or value not in choices:
+                raise ConfigError(f"{field}={brief(value)} is not known. Use one of {', '.join(map(repr, choices))}.")
         if not isinstance(self.verify, bool):
-            raise ConfigError(f"verify={self.verify!r} is not a boolean. Pass True or False.")
+            raise ConfigError(f"verify={brief(self.verify)} is not a boolean. Pass True or False.")
         self._check_rules()
         self._check_folders()
 
@@ -70,40 +69,49 @@ class FuseConfig:
         """Rules and names of rules, whatever collections they came in, are a tuple and a frozenset afterwards."""
         if isinstance(self.disabled_rules, str):
             raise ConfigError(
-                f"disabled_rules={self.disabled_rules!r} is a string. Pass a set of names: {{{self.disabled_rules!r}}}."
+                f"disabled_rules={brief(self.disabled_rules)} is a string. Pass a set of names: "
+                f"{{{brief(self.disabled_rules)}}}."
             )
         if not isinstance(self.disabled_rules, Collection) or not all(isinstance(n, str) for n in self.disabled_rules):
             raise ConfigError(
-                f"disabled_rules={self.disabled_rules!r} is no set of names. Pass a set of strings, "
+                f"disabled_rules={brief(self.disabled_rules)} is no set of names. Pass a set of strings, "
                 "such as {'all_reduce_rms_norm'}."
             )
         object.__setattr__(self, "disabled_rules", frozenset(self.disabled_rules))
         if self.rules is None:
             return
         if not isinstance(self.rules, Iterable) or isinstance(self.rules, str):
-            raise ConfigError(f"rules={self.rules!r} is no list of rules. Pass Rule objects: default_rules() + [mine].")
+            raise ConfigError(
+                f"rules={brief(self.rules)} is no list of rules. Pass Rule objects: default_rules() + [mine]."
+            )
         from graphfuse.passes.rule import Rule  # imports torch: not for a config without rules of its own
 
         object.__setattr__(self, "rules", tuple(self.rules))
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise ConfigError(
-                    f"rules holds {rule!r}, which is no Rule. Pass Rule objects: default_rules() + [mine]."
+                    f"rules holds {brief(rule)}, which is no Rule. Pass Rule objects: default_rules() + [mine]."
                 )
 
     def _check_folders(self) -> None:
         for field in ("moe_config_dir", "dump"):
             value = getattr(self, field)
             if value is not None and not isinstance(value, str | os.PathLike):
-                raise ConfigError(f"{field}={value!r} is no path. Pass a folder's path, or None.")
-        if self.moe_config_dir is not None and not Path(self.moe_config_dir).is_dir():
-            raise ConfigError(f"moe_config_dir={self.moe_config_dir!r} is not a folder. Give an existing one or None.")
+                raise ConfigError(f"{field}={brief(value)} is no path. Pass a folder's path, or None.")
+        if self.moe_config_dir is not None and not os.path.isdir(self.moe_config_dir):
+            raise ConfigError(
+                f"moe_config_dir={brief(self.moe_config_dir)} is not a folder. Give an existing one or None."
+            )
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> FuseConfig:
         """A config from a mapping, as `torch.compile(options=...)` passes it. Unknown keys raise `ConfigError`."""
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"options={brief(options)} is no mapping. Pass a dictionary of FuseConfig's fields.")
         known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(options) - known)
+        unknown = sorted(
+            key if isinstance(key, str) and key.isidentifier() else brief(key) for key in options if key not in known
+        )
         if unknown:
             raise ConfigError(
                 f"Unknown option{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}. "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphfuse.errors import GroupError
+from graphfuse.errors import GroupError, brief
 from graphfuse.jsonfile import JsonObject
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 SCHEMA = 1
+MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,14 @@ class Facts:
             "multicast_forbidden_by": obj.get("multicast_forbidden_by", text),
         }
         if values["device_type"] not in ("cpu", "cuda"):
-            raise obj.error("device_type", f'is {values["device_type"]!r}, which is neither "cpu" nor "cuda"')
-        if values["world_size"] < 1:
+            raise obj.error("device_type", f'is {brief(values["device_type"])}, which is neither "cpu" nor "cuda"')
+        if not 1 <= values["world_size"] <= MOST_RANKS:
             raise obj.error("world_size", f"is {values['world_size']}, which is not a number of ranks")
         capability = obj.get("compute_capability", list | None)
-        if capability is not None and (len(capability) != 2 or not all(type(v) is int for v in capability)):
-            raise obj.error("compute_capability", f"is {capability!r}, which is not [major, minor]")
+        if capability is not None and not (
+            len(capability) == 2 and all(type(v) is int and 0 <= v < 1000 for v in capability)
+        ):
+            raise obj.error("compute_capability", f"is {brief(capability)}, which is not [major, minor]")
         notes = obj.get("notes", list)
         if not all(isinstance(note, str) for note in notes):
             raise obj.error("notes", "holds something that is not a string")

@@ -1,7 +1,7 @@
 """Data files checked key by key, so that a wrong one is an error that names the file and the key.
 
-`parse_json` is also how everything else here reads JSON that others wrote: stricter than `json.loads`, and with one kind
-of error. A key that stands twice is refused, since readers differ in which of the two they take.
+`parse_json` is also how everything else here reads JSON that others wrote: stricter than `json.loads`, and with one
+kind of error. A key that stands twice is refused, since readers differ in which of the two they take.
 """
 
 from __future__ import annotations
@@ -78,8 +78,11 @@ class JsonObject:
         """The object a file holds. Raises `SchemaError` when it cannot be read or is not a JSON object."""
         try:
             data = read_json(Path(file))
+            json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair, which cannot be printed
         except (OSError, ValueError) as error:
-            raise SchemaError(f"{file} cannot be read as JSON: {error}. Check the file or give another one.") from error
+            raise SchemaError(
+                f"{file} cannot be read as JSON: {brief(error)}. Check the file or give another one."
+            ) from error
         if not isinstance(data, dict):
             raise SchemaError(f"{file} holds a {type(data).__name__}, not a JSON object. Check the file.")
         return cls(data, str(file))
@@ -93,13 +96,15 @@ class JsonObject:
     def get(self, key: str, kind: type | types.UnionType | tuple[type, ...]) -> Any:
         """The value of a required key, of the given type (bool does not pass as int). Raises `SchemaError`.
 
-        Integers fit 64 bits and numbers are finite, so that arithmetic on them cannot fail.
+        Integers fit 64 bits and numbers are finite, so that arithmetic on them cannot fail; text can be printed.
         """
         if key not in self.data:
             raise self.error(key, "is missing")
         value = self.data[key]
         if not isinstance(value, kind) or (isinstance(value, bool) and not _accepts_bool(kind)):
             raise self.error(key, f"is {brief(value)}, which is not {_describe(kind)}")
+        if isinstance(value, str) and not value.replace("\n", "").replace("\t", "").isprintable():
+            raise self.error(key, f"is {brief(value)}, which has characters that cannot be shown")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise self.error(key, f"is {brief(value)}, which does not fit 64 bits")
         if isinstance(value, float) and not math.isfinite(value):

@@ -23,7 +23,7 @@ from graphfuse.comm.call import FusedCall
 from graphfuse.comm.control import ControlChannel
 from graphfuse.comm.symmetric_memory import SymmetricBuffer, allocate
 from graphfuse.comm.workspace import ANY_SIZE, WorkspaceRequest
-from graphfuse.errors import ConfigError, GroupError
+from graphfuse.errors import ConfigError, GroupError, brief
 from graphfuse.kernels import norm_epilogue
 
 if norm_epilogue.available():
@@ -222,7 +222,9 @@ def spin_limit(environment: Callable[[str], str | None] = os.environ.get) -> int
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise ConfigError(f"{TIMEOUT_VARIABLE}={text!r} is not a positive number of seconds. Give one, or unset it.")
+        raise ConfigError(
+            f"{TIMEOUT_VARIABLE}={brief(text)} is not a positive number of seconds. Give one, or unset it."
+        )
     return int(min(max(seconds * SPINS_PER_SECOND, 1), MOST_SPINS))
 
 

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphfuse.errors import ConfigError
+from graphfuse.errors import ConfigError, brief
 from graphfuse.jsonfile import JsonObject
 
 SCHEMA = 2
@@ -138,7 +138,7 @@ class SizeTable:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"The size table cannot be written: {error}. Give another file or folder.") from error
         return file
 
@@ -157,8 +157,8 @@ def table_folders() -> tuple[Path, ...]:
     own = os.environ.get(TABLE_FOLDER_VARIABLE)
     if not own:
         return (FOLDER,)
-    if not Path(own).is_dir():
-        raise ConfigError(f"{TABLE_FOLDER_VARIABLE}={own!r} is not a folder. Give an existing one, or unset it.")
+    if not os.path.isdir(own):  # unlike Path's, it takes names that no folder can have
+        raise ConfigError(f"{TABLE_FOLDER_VARIABLE}={brief(own)} is not a folder. Give an existing one, or unset it.")
     return (Path(own), FOLDER)
 
 
@@ -176,11 +176,11 @@ def find_table(gpu: str | None, world_size: int, dtype: str, folders: Sequence[P
         return None
     folders = table_folders() if folders is None else folders
     for file in (folder / _file_name(gpu, world_size) for folder in folders):
-        if file.is_file():
+        if os.path.isfile(file):
             table = SizeTable.read(file)
             if dtype in table.dtypes:
                 return table
-    for file in (file for folder in folders for file in sorted(folder.glob(_file_name("*", world_size)))):
+    for file in (file for folder in folders for file in sorted(folder.glob(f"device_name=*,tp={world_size}.json"))):
         table = SizeTable.read(file)
         if gpu in table.stands_in_for and dtype in table.dtypes:
             return table
@@ -188,7 +188,9 @@ def find_table(gpu: str | None, world_size: int, dtype: str, folders: Sequence[P
 
 
 def _file_name(device_name: str, world_size: int) -> str:
-    return f"device_name={device_name.replace(' ', '_')},tp={world_size}.json"
+    """A name that stays in its folder whatever the device is called, in facts or results from elsewhere."""
+    name = re.sub(r"[\s/\\\0]", "_", device_name)
+    return f"device_name={name},tp={world_size}.json"
 
 
 def _to_text(data: dict[str, Any]) -> str:
@@ -209,15 +211,15 @@ def _parse(obj: JsonObject, path: Path) -> SizeTable:
     dtypes = obj.get("dtypes", list)
     for dtype in dtypes:
         if dtype not in ("bfloat16", "float16", "float32"):
-            raise obj.error("dtypes", f"holds {dtype!r}, which is not one of bfloat16, float16, float32")
+            raise obj.error("dtypes", f"holds {brief(dtype)}, which is not one of bfloat16, float16, float32")
     stands_in_for = obj.get("stands_in_for", list)
     if not all(isinstance(name, str) for name in stands_in_for):
         raise obj.error("stands_in_for", "holds something that is not a string")
     return SizeTable(
         device_name=obj.get("device_name", str),
-        world_size=obj.get("world_size", int),
+        world_size=obj.positive("world_size"),
         dtypes=tuple(dtypes),
-        classes=_classes(obj, obj.get("world_size", int)),
+        classes=_classes(obj, obj.positive("world_size")),
         provenance=_provenance(obj.object("provenance")),
         stands_in_for=tuple(stands_in_for),
         path=path,
@@ -243,10 +245,10 @@ def _ranges(obj: JsonObject, world_size: int) -> tuple[SizeRange, ...]:
         max_bytes = entry.get("max_bytes", int | None)
         size_range = SizeRange(max_bytes, entry.get("backend", str), entry.get("variant", str | None))
         if size_range.backend not in VARIANTS:
-            raise entry.error("backend", f"is {size_range.backend!r}, which is not one of {', '.join(VARIANTS)}")
+            raise entry.error("backend", f"is {brief(size_range.backend)}, which is not one of {', '.join(VARIANTS)}")
         if size_range.variant not in VARIANTS[size_range.backend]:
             known = ", ".join(repr(v) if v else "null" for v in VARIANTS[size_range.backend])
-            raise entry.error("variant", f"is {size_range.variant!r}; {size_range.backend} has {known}")
+            raise entry.error("variant", f"is {brief(size_range.variant)}; {size_range.backend} has {known}")
         fits = max_bytes is not None and world_size * max_bytes < FLASHINFER_BUFFER_BYTES
         if size_range.backend == "flashinfer" and not fits:
             raise entry.error("max_bytes", f"is {max_bytes}; flashinfer takes less than 1 GiB / {world_size} ranks")
@@ -271,9 +273,9 @@ def _provenance(obj: JsonObject) -> dict[str, Any]:
     obj.get("versions", dict)
     for row in obj.objects("measured"):
         row.only("hidden", "tokens", "us")
-        row.get("hidden", int)
-        row.get("tokens", int)
+        row.positive("hidden")
+        row.positive("tokens")
         times = row.object("us")
         for candidate in times.data:
-            times.get(candidate, int | float)
+            times.positive(candidate, int | float)
     return obj.data

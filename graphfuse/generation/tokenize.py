@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ def _check_paths(file: Path) -> None:
     The names of files that it looks for itself, and puts in their place, stand in many published configs.
     """
     for key, value in _optional_json(file).items():
-        names = value if isinstance(value, list) else [value]
-        leads_out = any(isinstance(name, str) and ("/" in name or "\\" in name) for name in names)
-        if (key.endswith("_file") and key not in _LOOKED_FOR or key == "init_inputs") and leads_out:
+        leads_out = any(separator in json.dumps(value, ensure_ascii=False) for separator in ("/", "\\\\"))
+        names_files = key == "init_inputs" or (key.endswith("_file") and key not in _LOOKED_FOR)
+        if names_files and leads_out:
             raise CheckpointError(
                 f"{file} has {key}={brief(value)}, a path of its own, which would be opened wherever it leads. Remove "
                 "it, or use a checkpoint from a source that you trust."
@@ -122,7 +123,9 @@ class PromptEncoder:
         token_ids: list[int] = []
         for token_id in prompt:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise GenerationError(f"{name} holds {brief(token_id)}. A list must hold only messages, or only token ids.")
+                raise GenerationError(
+                    f"{name} holds {brief(token_id)}. A list must hold only messages, or only token ids."
+                )
             if not 0 <= token_id < self._vocab_size:
                 raise GenerationError(
                     f"{name} holds token id {brief(token_id)}, outside the vocabulary of {self._vocab_size}. "

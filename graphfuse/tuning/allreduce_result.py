@@ -105,22 +105,27 @@ class Result:
         rows = []
         for row in obj.objects("rows"):
             row.only(*Row.__dataclass_fields__)
-            for numbers in ("us", "spread"):
-                for name in row.get(numbers, dict):
-                    row.object(numbers).get(name, int | float)
-            values = {key: row.get(key, int) for key in ("tokens", "hidden")}
+            us, spreads = row.object("us"), row.object("spread")
+            for name in us.data:
+                us.positive(name, int | float)
+            for name in spreads.data:
+                spreads.get(name, int | float)
+            values = {key: row.positive(key) for key in ("tokens", "hidden")}
             rows.append(
                 Row(
                     **values, us=row.data["us"], spread=row.data["spread"], dispatched=row.get("dispatched", str | None)
                 )
             )
+        for of_names in (versions := obj.object("versions"), absent := obj.object("absent")):
+            for name in of_names.data:
+                of_names.get(name, str | None)
         texts = {key: obj.get(key, str) for key in ("what", "host", "device_name", "dtype", "link", "date", "method")}
         return cls(
             **texts,
-            world_size=obj.get("world_size", int),
+            world_size=obj.positive("world_size"),
             link_gbps=obj.get("link_gbps", int | float | None),
-            versions=obj.get("versions", dict),
-            absent=obj.get("absent", dict),
+            versions=versions.data,
+            absent=absent.data,
             rows=tuple(rows),
         )
 
