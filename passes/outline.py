@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,26 +30,35 @@ from graphfuse.passes.graph_reading import VIEWS, is_call
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 MIN_NODES = 16
 """Shorter runs are not worth a subgraph."""
+MOST_RUNS = 16
+"""Each costs a search of the graph."""
 
 
 def outline(module: GraphModule) -> dict[str, int]:
-    """Replace repeated runs of `module` in place. Returns the number of calls per subgraph made."""
-    nodes = [n for n in module.graph.nodes if n.op == "call_function"]
-    calls = set(nodes)
-    run = _longest_run([_look(node, calls) for node in nodes])
-    if run is None:
-        return {}
-    chunks = _chunks(nodes, run)
-    if not chunks:
-        return {}
-    name = "graphfuse_region_0"
-    _outline_chunks(module, chunks, name)
-    module.graph.lint()
-    module.recompile()
-    return {name: len(chunks)}
+    """Replace repeated runs of `module` in place, the longest first: models with layers of several kinds have several.
+    Returns the number of calls per subgraph made."""
+    made: dict[Hashable, str] = {}
+    calls: Counter[str] = Counter()
+    for _ in range(MOST_RUNS):
+        nodes = [n for n in module.graph.nodes if n.op == "call_function"]
+        chunks = next(filter(None, (_chunks(nodes, run, made) for run in _runs(_looks(nodes)))), [])
+        if not chunks:
+            break
+        name = made.setdefault(_wiring(chunks[0]).key, f"graphfuse_region_{len(made)}")
+        _outline_chunks(module, chunks, name)
+        calls[name] += len(chunks)
+    if calls:
+        module.graph.lint()
+        module.recompile()
+    return dict(calls)
 
 
 # --- alike nodes, and the period at which they come again -------------------------------------------------------------
+
+
+def _looks(nodes: list[Node]) -> list[Hashable]:
+    calls = set(nodes)
+    return [_look(node, calls) for node in nodes]
 
 
 def _look(node: Node, calls: set[Node]) -> Hashable:
@@ -64,7 +73,19 @@ def _may_move(node: Node) -> bool:
     target, val = node.target, node.meta.get("val")
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem or isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool))
-    return val is not None and not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return val is not None and not target._schema.is_mutable and not _draws_numbers(node, target)
+
+
+def _draws_numbers(node: Node, target: torch._ops.OpOverload) -> bool:
+    """Whether an op takes random numbers. Attention is tagged so for its dropout, which inference sets to zero."""
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    default = target._schema.arguments[place].default_value
+    return bool((node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", default)) != 0)
 
 
 def _text(node: Node, show: Callable[[Node], Hashable]) -> Hashable:
@@ -100,9 +121,9 @@ class _Run:
     count: int
 
 
-def _longest_run(looks: list[Hashable]) -> _Run | None:
-    """The stretch looks[i] == looks[i + period] that covers most nodes. Periods tried: distances between equal rare
-    looks (a fused reduction is one), so that the search stays linear."""
+def _runs(looks: list[Hashable]) -> list[_Run]:
+    """The stretches looks[i] == looks[i + period], those that spare most nodes first. Periods tried: distances between
+    equal rare looks (a fused reduction is one), so that the search stays linear."""
     ids: dict[Hashable, int] = {}
     codes = [ids.setdefault(look, len(ids)) for look in looks]
     places: dict[int, list[int]] = {}
@@ -112,13 +133,12 @@ def _longest_run(looks: list[Hashable]) -> _Run | None:
     for where in places.values():
         for step in (1, 2, 3, 4):  # the same look up to 4 times a layer
             distances.update(b - a for a, b in zip(where, where[step:], strict=False) if b - a >= MIN_NODES)
-    best: _Run | None = None
-    for period, _ in distances.most_common(24):
-        for start, length in _stretches(codes, period):
-            count = length // period + 1
-            if count >= 2 and (best is None or count * period - period > best.count * best.period - best.period):
-                best = _Run(start, period, count)
-    return best
+    runs = [
+        _Run(start, period, length // period + 1)
+        for period, _ in distances.most_common(24)
+        for start, length in _stretches(codes, period)
+    ]
+    return sorted((run for run in runs if run.count >= 2), key=lambda run: -(run.count - 1) * run.period)
 
 
 def _stretches(codes: list[int], period: int) -> list[tuple[int, int]]:
@@ -160,16 +180,22 @@ def _wiring(chunk: list[Node]) -> _Wiring:
     return _Wiring(key, list(operands), results)
 
 
-def _chunks(nodes: list[Node], run: _Run) -> list[list[Node]]:
-    """The run cut into alike chunks, at the first place where a cut is allowed."""
+def _chunks(nodes: list[Node], run: _Run, known: Container[Hashable]) -> list[list[Node]]:
+    """The run cut into alike chunks: where that gives a subgraph that is `known`, else at the first place where a cut
+    is allowed."""
     end = run.start + run.count * run.period
+    first: list[list[Node]] = []
     for start in range(run.start, run.start + run.period):
         chunks = [nodes[i : i + run.period] for i in range(start, end - run.period + 1, run.period)]
-        if len(chunks) > 1 and _may_be_cut(_wiring(chunks[len(chunks) // 2])):
+        if len(chunks) < 2:
+            break
+        wiring = _wiring(chunks[len(chunks) // 2])
+        if _may_be_cut(wiring) and (not first or wiring.key in known):
             chunks = _alike(chunks)
-            if chunks:
+            if chunks and (not known or _wiring(chunks[0]).key in known):
                 return chunks
-    return []
+            first = first or chunks
+    return first
 
 
 def _alike(chunks: list[list[Node]]) -> list[list[Node]]:
@@ -204,7 +230,8 @@ def _may_leave(node: Node) -> bool:
 
 
 def _outline_chunks(module: GraphModule, chunks: list[list[Node]], name: str) -> None:
-    setattr(module, name, _subgraph(module, chunks[0]))
+    if not hasattr(module, name):
+        setattr(module, name, _subgraph(module, chunks[0]))
     graph = module.graph
     for chunk in chunks:
         wiring, inside = _wiring(chunk), set(chunk)

@@ -93,12 +93,40 @@ def test_one_layer_with_another_constant_stays_out():
 
 
 def test_two_kinds_of_layers_in_a_pattern():
-    """A A B A A B ...: the period is three layers, or a run of them is left alone."""
+    """A A B A A B ...: the period is three layers; what is left at the ends may repeat in itself."""
     kinds = (aten.tanh.default, aten.tanh.default, aten.sigmoid.default)
     module = stack(lambda b, i, x, w: layer(b, x, w, op=kinds[i % 3]), 12)
     other, made = outlined_copy(module)
-    assert list(made.values()) == [3] or list(made.values()) == [4]
+    assert made["graphfuse_region_0"] in (3, 4)
+    assert num_calls_inside(other) == 66
     assert_same_results(module, other)
+
+
+def test_each_kind_of_layer_has_a_subgraph_of_its_own_and_a_kind_that_comes_back_has_the_same():
+    """First dense layers, then others, as in DeepSeek-V3; and a stack that returns to the first kind."""
+    kinds = [aten.tanh.default] * 4 + [aten.sigmoid.default] * 6 + [aten.tanh.default] * 4
+    module = stack(lambda b, i, x, w: layer(b, x, w, op=kinds[i]), len(kinds))
+    other, made = outlined_copy(module)
+    assert set(made) == {"graphfuse_region_0", "graphfuse_region_1"}
+    assert sum(made.values()) >= len(kinds) - 4
+    assert all(num_calls_inside(other, name) == 22 for name in made)
+    assert_same_results(module, other)
+
+
+@pytest.mark.parametrize(("dropout", "merged"), [(0.0, True), (0.5, False)])
+def test_attention_draws_no_random_numbers_without_dropout(dropout, merged):
+    sdpa = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def attend(b, x, weight):
+        heads = b(aten.clone.default, b(aten.view.default, x, [1, 1, TOKENS, HIDDEN]))
+        attended = b(operator.getitem, b(sdpa, heads, heads, heads, dropout), 0)
+        return layer(b, b(aten.add.Tensor, x, b(aten.view.default, attended, [TOKENS, HIDDEN])), weight)
+
+    module = stack(lambda b, i, x, w: attend(b, x, w), 6)
+    outline(module)
+    inside = [n for n in getattr(module, "graphfuse_region_0").graph.nodes if n.target is sdpa] if merged else []
+    assert bool(inside) == merged
+    assert sum(n.target is sdpa for n in module.graph.nodes) == (6 if not merged else 6 - len(calls(module)))
 
 
 def test_layers_that_are_wired_differently_are_not_merged():
