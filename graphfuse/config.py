@@ -49,6 +49,14 @@ class FuseConfig:
     verify: bool = True
     """Check after rewriting that each partial sum of the traced graph is still reduced exactly once."""
 
+    watch: bool = True
+    """Notice when another rank of the group is gone or has failed while this one waits for it: it raises `GroupError`,
+    or ends the process where it is stuck (docs/reliability.md). Takes a thread."""
+
+    verify_placements: bool | None = None
+    """Follow every value of the graph over the ranks, before and after rewriting, and raise `ReductionProofError` where a
+    partial sum is not reduced exactly once. None: in `graphfuse explain` and `graphfuse.testing`, not in `compile`."""
+
     moe_config_dir: str | None = None
     """A folder of tuned MoE kernel configs that is searched before the shipped ones."""
 
@@ -60,8 +68,11 @@ class FuseConfig:
             value = getattr(self, field)
             if not isinstance(value, str) or value not in choices:
                 raise ConfigError(f"{field}={brief(value)} is not known. Use one of {', '.join(map(repr, choices))}.")
-        if not isinstance(self.verify, bool):
-            raise ConfigError(f"verify={brief(self.verify)} is not a boolean. Pass True or False.")
+        for field in ("verify", "watch"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"{field}={brief(getattr(self, field))} is not a boolean. Pass True or False.")
+        if self.verify_placements not in (None, True, False):
+            raise ConfigError(f"verify_placements={self.verify_placements!r} is not known. Pass True, False or None.")
         self._check_rules()
         self._check_folders()
 

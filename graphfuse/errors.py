@@ -51,7 +51,8 @@ class ReductionProofError(GraphfuseError, RuntimeError):
 
 
 class GroupError(GraphfuseError, ValueError):
-    """A process group or device mesh cannot serve as the tensor-parallel group."""
+    """A process group or device mesh cannot serve as the tensor-parallel group, its ranks were not started alike, or
+    one of them is gone, has failed or stays away."""
 
 
 class ArgumentError(GraphfuseError, ValueError):

@@ -211,4 +211,4 @@ def gather_facts(group: ProcessGroup | None, device: torch.device | str) -> Fact
         return dataclasses.replace(combine([mine]), world_size=world_size)
     if world_size == 1:
         return combine([mine])
-    return combine(control_channel(group).exchange(mine))
+    return combine(control_channel(group).exchange(mine, subject="facts of the hosts"))

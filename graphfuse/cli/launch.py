@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphfuse.cli.errors import INTERRUPTED, RUN_ID_PREFIX, print_error
+from graphfuse.cli.errors import INTERRUPTED, print_error
 from graphfuse.errors import GroupError
+from graphfuse.last_words import RUN_ID_PREFIX
 
 if TYPE_CHECKING:
     import torch

@@ -12,10 +12,11 @@ whatever exchange its peers are waiting in, and they raise `PeerFailed` at that 
 from __future__ import annotations
 
 import pickle
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
@@ -27,6 +28,8 @@ from graphfuse.errors import GroupError
 ARRIVAL_TIMEOUT = timedelta(minutes=30)
 # Once all have arrived they move together.
 STEP_TIMEOUT = timedelta(seconds=60)
+# Seconds between two looks at the store: ranks that move together do not wait, long waits cost nothing.
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.0002, 0.02
 
 
 class PeerFailed(Exception):
@@ -43,18 +46,37 @@ class ControlChannel:
         generation = store.add(f"channels/{rank}", 1)
         self._store = PrefixStore(f"{generation}/", store)
         self._step = 0
+        self.check: Callable[[], None] = _nothing
+        """Raises `GroupError` when a rank will not answer any more. Set by the watch over the group, if there is."""
 
-    def exchange(self, value: Any, timeout: timedelta = ARRIVAL_TIMEOUT) -> list[Any]:
+    def exchange(self, value: Any, timeout: timedelta = ARRIVAL_TIMEOUT, *, subject: str = "") -> list[Any]:
         """Every rank's value, in rank order. Collective.
+
+        Args:
+            subject: what is exchanged, as the ranks' error says it when they exchange different things.
 
         Raises:
             PeerFailed: a rank called `fail` instead.
-            GroupError: a rank did not answer in time, or the store is gone.
+            GroupError: a rank did not answer in time, is gone, or exchanges something else; or the store is gone.
         """
-        messages = self._all_gather((None, value), timeout)
+        messages = self._all_gather((None, (subject, value)), timeout)
         if any(failure is not None for failure, _ in messages):
             raise PeerFailed(_describe(messages))
-        return [value for _, value in messages]
+        subjects = [theirs for _, (theirs, _) in messages]
+        if len(set(subjects)) > 1:
+            places = ", ".join(f"rank {rank}: {theirs or 'a step of set-up'}" for rank, theirs in enumerate(subjects))
+            raise GroupError(
+                f"The ranks have come to different steps ({places}). Make the same calls, in the same order, on all."
+            )
+        return [value for _, (_, value) in messages]
+
+    def open_store(self, name: str) -> Store:
+        """A second connection to the store, for another thread: on one connection a wait holds up everybody else.
+
+        Raises:
+            RuntimeError: the store makes none.
+        """
+        return PrefixStore(f"{name}/", self._store.clone())
 
     def fail(self, reason: str, timeout: timedelta = STEP_TIMEOUT) -> str:
         """Post a failure in place of the value that the peers' current exchange waits for.
@@ -68,16 +90,39 @@ class ControlChannel:
         keys = [f"{self._step}/{rank}" for rank in range(self.size)]
         try:
             self._store.set(keys[self.rank], pickle.dumps(message))  # type: ignore[arg-type]  # the stub knows str only
-            self._store.wait(keys, timeout)
+            self._wait(keys, timeout)
             messages = [pickle.loads(self._store.get(key)) for key in keys]
             # Everyone is in this step, so everyone has read the one before.
             self._store.delete_key(f"{self._step - 1}/{self.rank}")
         except RuntimeError as error:
             raise GroupError(
-                f"A rank of the tensor-parallel group did not answer within {timeout.total_seconds():.0f} s ({error}). "
-                f"Look for the first error of the other ranks, and make sure that all of them make the same calls."
+                f"The store that the ranks of the group meet in cannot be reached ({error}). See whether the process "
+                "that holds it, of rank 0 or of the launcher, has ended."
             ) from error
         return messages
+
+    def _wait(self, keys: list[str], timeout: timedelta) -> None:
+        # Asking again and again, where `Store.wait` would neither see Ctrl-C nor that a rank is gone.
+        end = time.monotonic() + timeout.total_seconds()
+        pause = SHORTEST_PAUSE
+        while not self._store.check(keys):
+            self.check()
+            if time.monotonic() > end:
+                self._raise_missing(keys, timeout)
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_PAUSE)
+
+    def _raise_missing(self, keys: list[str], timeout: timedelta) -> NoReturn:
+        missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+        raise GroupError(
+            f"Rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of the tensor-parallel group did not answer "
+            f"within {timeout.total_seconds():.0f} s. Look for the first error of the other ranks, and make sure that "
+            "all of them make the same calls."
+        )
+
+
+def _nothing() -> None:
+    """No watch over the ranks."""
 
 
 def _describe(messages: list[tuple[str | None, Any]]) -> str:

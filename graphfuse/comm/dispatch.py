@@ -12,7 +12,7 @@ import dataclasses
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from graphfuse.comm import pool, reference
+from graphfuse.comm import call_check, pool, reference
 from graphfuse.comm.call import FusedCall
 from graphfuse.comm.table import SizeRange
 from graphfuse.comm.workspace import Workspace
@@ -24,6 +24,7 @@ def run(call: FusedCall, group_name: str) -> tuple[torch.Tensor, ...]:
     scale) for a call with `fp8`.
 
     Raises:
+        GroupError: while debugging (`graphfuse.comm.call_check`): a rank gives another shape, or does not call.
         BackendUnavailableError: a backend failed in the middle. It is not replaced by another one on this rank alone:
             the ranks would part ways.
     """
@@ -55,6 +56,8 @@ def _find(call: FusedCall, group_name: str) -> tuple[Workspace | None, str | Non
 def _run(
     call: FusedCall, group_name: str, workspace: Workspace | None, variant: str | None
 ) -> tuple[torch.Tensor, ...]:
+    if call_check.is_on():
+        call_check.check(call, _resolve_process_group(group_name))  # type: ignore[arg-type]
     if workspace is not None:
         return workspace.run(call, variant)
     return reference.run(call, _resolve_process_group(group_name))  # type: ignore[arg-type]

@@ -22,8 +22,9 @@ import torch
 from graphfuse.comm.call import FusedCall
 from graphfuse.comm.control import ControlChannel
 from graphfuse.comm.symmetric_memory import SymmetricBuffer, allocate
+from graphfuse.comm.timeout import TIMEOUT_VARIABLE, comm_timeout
 from graphfuse.comm.workspace import ANY_SIZE, WorkspaceRequest
-from graphfuse.errors import ConfigError, GroupError, brief
+from graphfuse.errors import GroupError
 from graphfuse.kernels import norm_epilogue
 
 if norm_epilogue.available():
@@ -39,7 +40,6 @@ BUFFER_BYTES = 256 << 20
 MOST_ROWS = 8192
 # The type of a row's slot, one beside the buffer for each row.
 SLOT_NUMBER = torch.int32
-TIMEOUT_VARIABLE = "GRAPHFUSE_COMM_TIMEOUT"
 # A load of a waiting row and the check take half a microsecond.
 SPINS_PER_SECOND = 2_000_000
 # Polls are counted in 32 bits: no time-out is longer than 18 minutes.
@@ -209,23 +209,9 @@ def planned_bytes(request: WorkspaceRequest, world_size: int) -> int:
 
 
 def spin_limit(environment: Callable[[str], str | None] = os.environ.get) -> int:
-    """Polls of a waiting row after which it gives up; 0, without end, where GRAPHFUSE_COMM_TIMEOUT is not set.
-
-    Raises:
-        ConfigError: it is set to something that is not a positive number.
-    """
-    text = environment(TIMEOUT_VARIABLE)
-    if not text:
-        return 0
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ConfigError(
-            f"{TIMEOUT_VARIABLE}={brief(text)} is not a positive number of seconds. Give one, or unset it."
-        )
-    return int(min(max(seconds * SPINS_PER_SECOND, 1), MOST_SPINS))
+    """Polls of a waiting row after which it gives up; 0, without end, where GRAPHFUSE_COMM_TIMEOUT is not set."""
+    seconds = comm_timeout(environment)
+    return 0 if seconds is None else int(min(max(seconds * SPINS_PER_SECOND, 1), MOST_SPINS))
 
 
 def _capturing(tensor: torch.Tensor) -> bool:

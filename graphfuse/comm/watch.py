@@ -1,0 +1,312 @@
+"""The watch: each rank of a group says that it lives and what it does, and notices when another one is gone.
+
+    main thread     with watch.call("forward", shapes): …     publishes its number and shapes: one message, no answer
+    watch thread    every half second: publishes a beat, reads the others', looks for their processes
+
+Nothing waits for the watch, and it sends nothing through the group: all goes over torch.distributed's store, on a
+connection of its own. When a peer is gone or has failed (`graphfuse.comm.peers` says what that means), and this rank is
+in a call, it is told in the mildest way that works:
+
+    at once         exchanges of the control channel raise `GroupError`, and an error that the communicator raises for
+                    its lost connection becomes one, with the peer's name
+    after 2 s       `GroupError` is raised in the thread that is in the call, wherever its Python code stands
+    after 4 s       the process ends with the message: it is stuck in a collective, or its GPU in a kernel that waits
+                    for the peer's data, and nothing else stops those
+
+A rank that is outside of any call, with an idle GPU, is left alone; its next call raises at once.
+
+One watch a group, begun by the first trace or `LLM`, ended with the group or the process. Nothing runs at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store
+
+from graphfuse import last_words
+from graphfuse.comm.control import control_channel
+from graphfuse.comm.lost_peer import first_line, is_of_the_communicator, raise_in
+from graphfuse.comm.peers import Beat, Call, Peer, Place, late, trouble
+from graphfuse.comm.timeout import comm_timeout
+from graphfuse.errors import GroupError
+
+log = logging.getLogger("graphfuse")
+
+PERIOD = 0.5
+RAISE_AFTER = 2.0
+END_AFTER = 4.0
+LATE_WARNING = 30.0
+# A store that does not answer must not keep the thread from looking for processes.
+STORE_TIMEOUT = timedelta(seconds=5)
+# How long an error of the communicator waits for the watch to find its cause.
+EXPLAIN_WITHIN = 3.0
+
+
+class Watch:
+    """The watch of one rank over the others of its group. `watch` makes it."""
+
+    def __init__(
+        self, store: Store, rank: int, size: int, *, host: str, is_needed: Callable[[], bool], timeout: float | None
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.verdict: str | None = None
+        """Why this rank was stopped, once it has been told so by force."""
+        self._calls, self._beats = store, store.clone()
+        self._beats.set_timeout(STORE_TIMEOUT)
+        self._place = Place.here(host)
+        self._peers = {r: Peer(r) for r in range(size) if r != rank}
+        self._is_needed = is_needed
+        self._timeout = timeout
+        self._call = Call()
+        self._depth = 0
+        self._entered = 0.0
+        self._thread_id = 0
+        self._stream: torch.cuda.Stream | None = None
+        self._failures = 0
+        self._failure: str | None = None
+        self._count = 0
+        self._problem: str | None = None
+        self._problem_at = 0.0
+        self._warned = 0
+        self._publishing = threading.Lock()
+        self._wake, self._stopped = threading.Event(), False
+        self._calls.set(f"place/{rank}", f"{self._place.host}|{self._place.pid}|{self._place.started}")
+        self._thread = threading.Thread(target=self._run, name=f"graphfuse watch {rank}/{size}", daemon=True)
+        self._thread.start()
+
+    # --- the main thread -------------------------------------------------------------------------------------------
+
+    def call(self, what: str, shapes: str = "") -> _InCall:
+        """A context in which this rank may wait for the others. Inside another one it does nothing.
+
+        Raises:
+            GroupError: on entering or leaving, or in between: a rank is gone or failed.
+        """
+        return _InCall(self, what, shapes)
+
+    def check(self) -> None:
+        """Raise `GroupError` if there is nobody to wait for. For loops that wait."""
+        if self._problem is None:
+            return
+        # It is half a second old: this rank may have failed since, like the others.
+        problem = trouble(self.rank, self._call, self._failures, self._peers, time.monotonic())
+        if problem is not None:
+            raise GroupError(problem)
+
+    def _enter(self, what: str, shapes: str) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._call = Call(self._call.number + 1, what, shapes)
+        try:
+            self.check()
+        except GroupError:
+            self._depth = 0
+            raise
+        self._failure = self.verdict = None
+        self._thread_id = threading.get_ident()
+        if torch.cuda.is_initialized():
+            self._stream = torch.cuda.current_stream()
+        with contextlib.suppress(RuntimeError):  # no store, no messages; the thread finds out what that means
+            self._calls.set(f"call/{self.rank}", f"{self._call.number}|{what}|{shapes}")
+        self._entered = time.monotonic()
+
+    def _leave(self, error: BaseException | None) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        if error is None:
+            return
+        if is_of_the_communicator(error):
+            self._find_cause()
+        self._failures += 1
+        self._failure = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+        with contextlib.suppress(RuntimeError):
+            self._publish()
+        cause = self.verdict or (self._problem if is_of_the_communicator(error) else None)
+        if cause is not None and not isinstance(error, GroupError):
+            raise GroupError(cause) from error
+
+    def _find_cause(self) -> None:
+        end = time.monotonic() + EXPLAIN_WITHIN
+        while self._problem is None and time.monotonic() < end and self._thread.is_alive():
+            self._wake.set()
+            time.sleep(0.05)
+
+    # --- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopped and self._is_needed():
+            now = time.monotonic()
+            try:
+                self._publish()
+                self._read(now)
+            except RuntimeError as error:
+                log.debug("the store does not answer: %s", error)  # processes can still be looked at
+            for peer in self._peers.values():
+                peer.look(self._place.host)
+            self._judge(now)
+            self._wake.wait(PERIOD)
+            self._wake.clear()
+
+    def _publish(self, left: bool = False) -> None:
+        with self._publishing:
+            self._count += 1
+            beat = Beat(self._count, self._failures, self._failure, left)
+            self._beats.set(f"beat/{self.rank}", beat.to_text())
+
+    def _read(self, now: float) -> None:
+        for rank, peer in self._peers.items():
+            if peer.place is None:
+                if not self._beats.check([f"place/{rank}", f"beat/{rank}"]):
+                    continue
+                host, pid, started = self._beats.get(f"place/{rank}").decode().rsplit("|", 2)
+                peer.place = Place(host, int(pid), int(started))
+            peer.hear(Beat.from_text(self._beats.get(f"beat/{rank}")), now)
+            if peer.call.number or self._beats.check([f"call/{rank}"]):
+                peer.call = Call.from_text(self._beats.get(f"call/{rank}").decode())
+
+    def _judge(self, now: float) -> None:
+        waiting = self._depth > 0
+        problem = trouble(self.rank, self._call, self._failures, self._peers, now)
+        if problem is None and waiting:
+            problem = self._lateness(now - self._entered)
+        if self._problem is None or problem is None:
+            self._problem_at = now
+        self._problem = problem
+        if problem is None or not (waiting or self._gpu_is_busy()):
+            self._problem_at = now
+            return
+        # A call that has just begun gets its own time to notice.
+        since = now - max(self._problem_at, self._entered)
+        if since >= END_AFTER:
+            self._end(problem)
+        if since >= RAISE_AFTER and waiting and self.verdict is None:
+            self.verdict = problem
+            raise_in(self._thread_id, problem)
+
+    def _lateness(self, seconds: float) -> str | None:
+        if self._timeout is not None and seconds > self._timeout:
+            return late(self._call, self._peers, seconds)
+        if seconds > LATE_WARNING and self._warned != self._call.number:
+            self._warned = self._call.number
+            if text := late(self._call, self._peers, seconds):
+                log.warning("Rank %d waits: %s", self.rank, text)
+        return None
+
+    def _gpu_is_busy(self) -> bool:
+        """Whether work of the last call is still running; what does not say so counts as running."""
+        try:
+            return self._stream is not None and not self._stream.query()
+        except RuntimeError:
+            return True
+
+    def _end(self, problem: str) -> NoReturn:
+        stuck = "a collective" if self._stream is None else "a collective or a kernel"
+        last_words.leave(f"{problem} This process ends: it waits for that rank in {stuck}.", self.rank)
+        os._exit(1)
+
+    def stop(self) -> None:
+        """End the thread, and tell the others that this rank left in good order."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * PERIOD)
+        with contextlib.suppress(RuntimeError):
+            self._publish(left=True)
+
+
+class _InCall:
+    """One call. A class, since a generator would cost more than all the rest of it."""
+
+    __slots__ = ("_shapes", "_watch", "_what")
+
+    def __init__(self, watch: Watch, what: str, shapes: str) -> None:
+        self._watch, self._what, self._shapes = watch, what, shapes
+
+    def __enter__(self) -> None:
+        self._watch._enter(self._what, self._shapes)
+
+    def __exit__(self, _type: Any, error: BaseException | None, _traceback: TracebackType | None) -> None:
+        self._watch._leave(error)
+
+
+def in_call(watch: Watch | None, what: str, values: Iterable[Any] = ()) -> contextlib.AbstractContextManager[None]:
+    """`watch.call` with the shapes of the tensors among the values; nothing without a watch."""
+    return _UNWATCHED if watch is None else _InCall(watch, what, shapes_of(values))
+
+
+_UNWATCHED = contextlib.nullcontext()
+
+
+def shapes_of(values: Iterable[Any]) -> str:
+    """The shapes of the tensors among the arguments of a call, as text. Two microseconds: it runs for each token."""
+    return ", ".join([str(list(v.shape)) for v in values if isinstance(v, torch.Tensor)])
+
+
+# --- one for each group ---------------------------------------------------------------------------------------------
+
+_watches: weakref.WeakKeyDictionary[ProcessGroup, Watch] = weakref.WeakKeyDictionary()
+_at_exit_registered = False
+
+
+def watch(group: ProcessGroup | None) -> Watch | None:
+    """The watch over a group, begun at the first call; None where there is nobody to watch: one rank, a fake group, or
+    a store that makes no second connection."""
+    if group is None or dist.get_backend(group) == "fake" or dist.get_world_size(group) == 1:
+        return None
+    known = _watches.get(group)
+    if known is not None:
+        return known
+    channel = control_channel(group)
+    try:
+        store = channel.open_store("watch")
+    except RuntimeError as error:
+        log.warning("No watch over the ranks of the group, whose store cannot be opened twice: %s", error)
+        return None
+    from graphfuse.probe import host_id
+
+    reference = weakref.ref(group)
+    begun = Watch(
+        store,
+        channel.rank,
+        channel.size,
+        host=host_id(),
+        is_needed=lambda: reference() is not None,
+        timeout=comm_timeout(),
+    )
+    _watches[group] = begun
+    channel.check = begun.check
+    weakref.finalize(group, begun.stop).atexit = False
+    _stop_all_at_exit()
+    return begun
+
+
+def _stop_all_at_exit() -> None:
+    global _at_exit_registered
+    if not _at_exit_registered:
+        _at_exit_registered = True
+        # Runs at the end of the children of multiprocessing too, where atexit does not. A daemon thread inside the
+        # store when the interpreter goes would take the process down with it.
+        from multiprocessing.util import Finalize
+
+        Finalize(None, _stop_all, exitpriority=100)
+
+
+def _stop_all() -> None:
+    for begun in list(_watches.values()):
+        begun.stop()
