@@ -18,19 +18,19 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.fx import GraphModule
 
+from graphfuse.comm.control import ControlChannel, control_channel
 from graphfuse.comm.timeout import TIMEOUT_VARIABLE
 from graphfuse.config import FuseConfig
 from graphfuse.errors import GroupError
 from graphfuse.probe import version_of
-
-if TYPE_CHECKING:
-    from graphfuse.comm.control import ControlChannel
 
 Fields = Mapping[str, Any]
 """Names and values that JSON can hold. A list of integers under "local shape …" is compared as a shape."""
@@ -61,6 +61,34 @@ def require(channel: ControlChannel, subject: str, fields: Fields) -> None:
         f"The ranks differ in {subject}: {'; '.join(found[:MOST_NAMED])}{more}. Start every rank with the same "
         "versions, settings, model and inputs."
     )
+
+
+def require_alike(
+    group: ProcessGroup | None, config: FuseConfig, model: nn.Module, inputs: Mapping[str, object], **more: Any
+) -> None:
+    """Compare how the ranks of a group were started. Collective, but for one rank or a fake group.
+
+    Raises:
+        GroupError: as `require`.
+    """
+    if is_shared(group):
+        fields = {**of_program(config), **of_model(model), **of_inputs(inputs), **more}
+        require(control_channel(group), "how they were started", fields)
+
+
+def require_same_graph(group: ProcessGroup | None, module: GraphModule) -> None:
+    """Compare the collectives of a traced graph. Collective, but for one rank or a fake group.
+
+    Raises:
+        GroupError: as `require`.
+    """
+    if is_shared(group):
+        require(control_channel(group), "the graphs that they traced", of_graph(module))
+
+
+def is_shared(group: ProcessGroup | None) -> TypeGuard[ProcessGroup]:
+    """Whether there are other ranks to agree with."""
+    return group is not None and dist.get_backend(group) != "fake" and dist.get_world_size(group) > 1
 
 
 def differences(ranks: Sequence[Fields]) -> list[str]:

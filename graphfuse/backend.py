@@ -30,6 +30,7 @@ from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from graphfuse import gate, regions
+from graphfuse.agreement import has_collectives, require_same_graph
 from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, FusionRequiredError, GroupError, brief
 from graphfuse.executors import check_mode, compile_with_inductor, resolve_executor, run_eagerly
@@ -80,6 +81,7 @@ class Session:
         self.lowering = False
         """Whether the graph being compiled has been traced: what fails now has nothing to do with tracing."""
         self._infer_group = infer_group
+        self._first_is_shared = not infer_group  # every rank traces a model as a whole, but parts of it as they come
         self._facts = facts
         self._capture = capture
         self._decisions: dict[tuple[torch.dtype, int], gate.Decision] = {}
@@ -120,6 +122,8 @@ class Session:
         device = _device_of(inputs)
         if self.group is None and self._infer_group:
             self.group = _shared_group(module, self.report)
+        if self._capture is None and not self.report.num_graphs and (self._first_is_shared or has_collectives(module)):
+            require_same_graph(self.group, module)
         context = Context(Groups.of(self.group), lambda dtype, size: self._decide(dtype, size, device))
         before = _copy(module) if self._capture else None
         result = run_passes(
@@ -217,6 +221,11 @@ class Session:
                 f"fusion='require', but {len(left)} residual-stream reductions were declined:\n{lines}\n"
                 "Remove the reasons, or use fusion='auto' to run them unfused."
             )
+
+    def abandon(self) -> None:
+        """`close` after an error. Workspaces that the GPU is still at work in stay: freeing them would wait for it."""
+        if not torch.cuda.is_initialized() or torch.cuda.current_stream().query():
+            self.close()
 
     def close(self) -> None:
         """Give the workspaces back to the pool."""

@@ -21,7 +21,9 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from graphfuse import gate
+from graphfuse.agreement import require_alike
 from graphfuse.backend import Captured, Session
+from graphfuse.comm.watch import Watch, in_call, watch
 from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, GradientsEnabledError, GraphBreakError, GraphfuseError, GroupError
 from graphfuse.region_marks import marked_regions, repeated_layer_classes
@@ -63,12 +65,17 @@ def compile(
         raise ConfigError("The model is compiled already. Compile the original one; each call makes a new one.")
     if getattr(model, "config", None) is not None and getattr(model.config, "use_kernels", False):
         raise ConfigError("The model was loaded with use_kernels=True, whose norms cannot be traced. Load it without.")
-    if config is not None and not isinstance(config, FuseConfig):
-        raise ConfigError(f"config is a {type(config).__name__}. Pass a graphfuse.FuseConfig.")
-    compiled = CompiledModel(model, resolve_group(tp_group), config or FuseConfig())
+    compiled = CompiledModel(model, resolve_group(tp_group), checked_config(config))
     if example_inputs is not None:
         compiled.trace(example_inputs)
     return compiled
+
+
+def checked_config(config: FuseConfig | None) -> FuseConfig:
+    """The config, or the default one. Raises `ConfigError` for anything else."""
+    if config is not None and not isinstance(config, FuseConfig):
+        raise ConfigError(f"config is a {type(config).__name__}. Pass a graphfuse.FuseConfig.")
+    return config or FuseConfig()
 
 
 def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -128,6 +135,8 @@ class CompiledModel(nn.Module):
         self._token_dims = TokenDims()
         self._compiled: Callable | None = None
         self._closed = False
+        self._begun = self._agreed = False
+        self._watch: Watch | None = None
         self.__signature__ = inspect.signature(model.forward)
 
     @property
@@ -148,15 +157,25 @@ class CompiledModel(nn.Module):
         if self._closed:
             raise ConfigError("This compiled model is closed. Call graphfuse.compile again.")
         self._refuse_gradients(args, kwargs)
-        with torch.no_grad():
-            if is_empty(_named(args, kwargs).values()):
-                return self._orig_mod(*args, **kwargs)  # no tokens, no work: nothing to be compiled for
-            if self._compiled is not None:
-                try:
-                    return self._run(self._compiled, self._attempts[0].marking, args, kwargs)
-                except _TracingFailed as failure:
-                    self._step_down(failure.reason, args, kwargs)
-            return self._trace(args, kwargs)
+        if not self._begun:
+            self._begin()
+        try:
+            with torch.no_grad(), in_call(self._watch, "forward", (*args, *kwargs.values())):
+                return self._forward(args, kwargs)
+        except GroupError:  # the ranks have parted: what was made together is given back
+            self._session.abandon()
+            self._compiled = None
+            raise
+
+    def _forward(self, args: tuple, kwargs: dict) -> Any:
+        if is_empty(_named(args, kwargs).values()):
+            return self._orig_mod(*args, **kwargs)  # no tokens, no work: nothing to be compiled for
+        if self._compiled is not None:
+            try:
+                return self._run(self._compiled, self._attempts[0].marking, args, kwargs)
+            except _TracingFailed as failure:
+                self._step_down(failure.reason, args, kwargs)
+        return self._trace(args, kwargs)
 
     def close(self) -> None:
         """Give the workspaces back to the pool. The model cannot be called afterwards."""
@@ -186,9 +205,26 @@ class CompiledModel(nn.Module):
 
     # --- tracing ---------------------------------------------------------------------------------------------------
 
+    def _begin(self) -> None:
+        group, config, _, capture = self._settings
+        if capture is None and config.watch:
+            self._watch = watch(group)
+        self._begun = True
+
     def _trace(self, args: tuple, kwargs: dict) -> Any:
-        """Trace in the cheapest way that the model allows, and run it."""
+        """Trace in the cheapest way that the model allows, and run it. Workspaces of a failure are given back."""
         self.__signature__.bind(*args, **kwargs)  # a wrong call is a TypeError of the model's, not of tracing
+        group, config, _, capture = self._settings
+        if capture is None and not self._agreed:
+            require_alike(group, config, self._orig_mod, _named(args, kwargs))
+            self._agreed = True
+        try:
+            return self._trace_and_run(args, kwargs)
+        except BaseException:
+            self._session.abandon()
+            raise
+
+    def _trace_and_run(self, args: tuple, kwargs: dict) -> Any:
         while True:
             self._session.close()
             self._session = self._new_session()
@@ -209,6 +245,8 @@ class CompiledModel(nn.Module):
     def _step_down(self, reason: BaseException, args: tuple, kwargs: dict) -> None:
         """Go on with the next way to trace, which is noted in the report; raise when there is none."""
         self._compiled = None
+        if self._watch is not None:
+            self._watch.check()
         if len(self._attempts) == 1 or model_may_have_raised(reason):
             self._attempts, self._notes = _attempts(self._orig_mod), []
             if model_may_have_raised(reason) is not False:

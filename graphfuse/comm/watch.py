@@ -32,10 +32,10 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
 from graphfuse import last_words
+from graphfuse.agreement import is_shared
 from graphfuse.comm.control import control_channel
 from graphfuse.comm.lost_peer import first_line, is_of_the_communicator, raise_in
 from graphfuse.comm.peers import Beat, Call, Peer, Place, late, trouble
@@ -267,7 +267,7 @@ _at_exit_registered = False
 def watch(group: ProcessGroup | None) -> Watch | None:
     """The watch over a group, begun at the first call; None where there is nobody to watch: one rank, a fake group, or
     a store that makes no second connection."""
-    if group is None or dist.get_backend(group) == "fake" or dist.get_world_size(group) == 1:
+    if not is_shared(group):
         return None
     known = _watches.get(group)
     if known is not None:

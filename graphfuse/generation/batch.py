@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphfuse.comm.watch import Watch, in_call
 from graphfuse.errors import GenerationError
 from graphfuse.generation.cache import StaticCache
 from graphfuse.generation.completion import Completion, FinishReason, GenerationStats
@@ -111,8 +112,10 @@ def generate_batch(
     device: torch.device,
     stats: GenerationStats,
     on_text: OnText | None = None,
+    watch: Watch | None = None,
 ) -> list[Completion]:
-    """The completions of `requests`, in order. `cache` has room for them; `stats` is added to."""
+    """The completions of `requests`, in order. `cache` has room for them; `stats` is added to. `watch`: over the ranks
+    that take part."""
     rows = [_Row(request, decode, eos, cache.max_length, on_text) for request in requests]
     sampler = Sampler([r.params for r in requests], [r.seed for r in requests], device)
 
@@ -120,9 +123,11 @@ def generate_batch(
     input_ids, lengths = _right_pad([r.prompt_token_ids for r in requests])
     input_ids, next_position = input_ids.to(device), lengths.to(device)  # [B, S], [B]
     positions = torch.arange(input_ids.shape[1], device=device).expand_as(input_ids).contiguous()  # [B, S]
-    logits = model(input_ids, positions, cache.tensors, next_position - 1)  # [B, V]
-    tokens = sampler(logits, 0)  # [B]
-    _accept(rows, tokens)
+    with in_call(watch, "prefill", (input_ids,)):
+        logits = model(input_ids, positions, cache.tensors, next_position - 1)  # [B, V]
+        tokens = sampler(logits, 0)  # [B]
+        token_ids = tokens.tolist()
+    _accept(rows, token_ids)
     now = time.perf_counter()
     stats.prefill_tokens += int(lengths.sum())
     stats.prefill_seconds += now - start
@@ -134,9 +139,11 @@ def generate_batch(
         input_ids = tokens[:rows_left, None].clamp_min(0)
         positions = next_position[:rows_left, None].clamp_max(cache.length - 1)
         last_token = torch.zeros_like(tokens[:rows_left])
-        logits = model(input_ids, positions, cache.tensors, last_token)  # [B, V]
-        tokens = sampler(logits, step)
-        _accept(rows, tokens)
+        with in_call(watch, "decode", (input_ids,)):
+            logits = model(input_ids, positions, cache.tensors, last_token)  # [B, V]
+            tokens = sampler(logits, step)
+            token_ids = tokens.tolist()
+        _accept(rows, token_ids)
         stats.decode_tokens += len(alive)
         next_position = next_position[:rows_left] + 1
         step += 1
@@ -144,8 +151,8 @@ def generate_batch(
     return [row.completion() for row in rows]
 
 
-def _accept(rows: Sequence[_Row], tokens: Tensor) -> None:
-    for row, token_id in zip(rows, tokens.tolist(), strict=False):  # `tokens` may lack rows that have ended
+def _accept(rows: Sequence[_Row], token_ids: list[int]) -> None:
+    for row, token_id in zip(rows, token_ids, strict=False):  # `token_ids` may lack rows that have ended
         if row.finish_reason is None:
             row.accept(token_id)
 

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from graphfuse.agreement import is_shared, require, require_alike
+from graphfuse.comm.control import control_channel
+from graphfuse.comm.watch import in_call, watch
+from graphfuse.compiler import checked_config, resolve_group
 from graphfuse.compiler import compile as compile_model
 from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, GenerationError
@@ -64,18 +68,35 @@ class LLM:
                 f"max_batch_size={max_batch_size}, max_length={max_length} leaves no room for a token to continue from "
                 "and one to generate. Use at least 1 and 2."
             )
+        self._config = checked_config(config)
+        self._group = resolve_group(tp_group)
+        self._watch = watch(self._group) if self._config.watch else None
+        with in_call(self._watch, "start of the LLM"):
+            self._start(path, dtype, device, max_batch_size, max_length, compile)
+
+    def _start(
+        self,
+        path: str | Path,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        max_batch_size: int,
+        max_length: int | None,
+        compile: bool,
+    ) -> None:
         folder = local_folder(path)
         self.tokenizer = load_tokenizer(folder)
         # Only our own definitions take positions and static caches as arguments.
-        model: Any = load(folder, tp_group, dtype=dtype, device=device, implementation="graphfuse")
+        model: Any = load(folder, self._group, dtype=dtype, device=device, implementation="graphfuse")
         text_config = model.config.get_text_config()
         limit = int(text_config.max_position_embeddings)
         if max_length is not None and max_length > limit:
             raise ConfigError(f"max_length={max_length} exceeds the model's {limit} positions. Use at most {limit}.")
         self.device = next(model.parameters()).device
         self._eos = eos_token_ids(folder, model.config, self.tokenizer)
+        sizes = {"max_batch_size": max_batch_size, "max_length": max_length, "compile": compile}
+        require_alike(self._group, self._config, model, {}, **sizes, device=self.device.type)
         self._seeds = _agreed_seeds(model.tp_group, self.device)
-        self._compiled = compile_model(model, tp_group, config=config) if compile else None
+        self._compiled = compile_model(model, self._group, config=self._config) if compile else None
         self.model = model if self._compiled is None else self._compiled
         self._cache = StaticCache(self.model, max_batch_size=max_batch_size, max_length=max_length, limit=limit)
         self._encoder = PromptEncoder(
@@ -113,9 +134,12 @@ class LLM:
         callbacks may differ: `on_text(i, text)` gets the text as it comes (several prompts of a batch interleave),
         `on_completion(i, completion)` the results in the order of the prompts, a batch at a time.
 
-        Raises `GenerationError` before anything runs if a prompt or a parameter cannot be used.
+        Raises `GenerationError` before anything runs if a prompt or a parameter cannot be used, and `GroupError` if the
+        ranks were given different ones, or one of them is gone or fails.
         """
-        requests = self._requests(prompts, params)
+        with in_call(self._watch, "start of a generation"):
+            requests = self._requests(prompts, params)
+            _require_same(self._group, requests)
         self.stats = GenerationStats()
         completions: list[Completion] = []
         if not requests:
@@ -133,6 +157,7 @@ class LLM:
                 device=self.device,
                 stats=self.stats,
                 on_text=on_text,
+                watch=self._watch,
             )
             completions += done
             if on_completion is not None:
@@ -186,11 +211,28 @@ class LLM:
         needed = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests)
         batch_size = min(len(requests), self._cache.max_batch_size)
         start = time.perf_counter()
-        if self._cache.reserve(batch_size, min(needed, self._cache.max_length)):
+        with in_call(self._watch, "preparation"):
+            made = self._cache.reserve(batch_size, min(needed, self._cache.max_length))
+            if not made:
+                return
             # What this writes into the cache is overwritten by the first prefill.
             token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
             self.model(token, torch.zeros_like(token), self._cache.tensors, torch.zeros_like(token[0]))
             self.stats.start_up_seconds = time.perf_counter() - start
+
+
+def _require_same(group: dist.ProcessGroup | None, requests: Sequence[Request]) -> None:
+    """Compare what the ranks were given to generate: other prompts are other token counts, in a call that only one of
+    them waits in. Once a generation, a message of 64 characters."""
+    if is_shared(group):
+        fields = {
+            "the number of prompts": len(requests),
+            "the number of tokens of each": [len(request.prompt_token_ids) for request in requests],
+            "the token ids": [request.prompt_token_ids for request in requests],
+            "the sampling parameters": [str(request.params) for request in requests],
+            "the seeds": [request.seed for request in requests],
+        }
+        require(control_channel(group), "what they were given to generate", fields)
 
 
 def _agreed_seeds(tp_group: dist.ProcessGroup | None, device: torch.device) -> torch.Generator:
