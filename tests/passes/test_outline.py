@@ -124,7 +124,7 @@ def test_attention_draws_no_random_numbers_without_dropout(dropout, merged):
 
     module = stack(lambda b, i, x, w: attend(b, x, w), 6)
     outline(module)
-    inside = [n for n in getattr(module, "graphfuse_region_0").graph.nodes if n.target is sdpa] if merged else []
+    inside = [n for n in module.graphfuse_region_0.graph.nodes if n.target is sdpa] if merged else []
     assert bool(inside) == merged
     assert sum(n.target is sdpa for n in module.graph.nodes) == (6 if not merged else 6 - len(calls(module)))
 
