@@ -121,7 +121,9 @@ class FuseConfig:
             raise ConfigError(f"options={brief(options)} is no mapping. Pass a dictionary of FuseConfig's fields.")
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(
-            key if isinstance(key, str) and key.isidentifier() else brief(key) for key in options if key not in known
+            key if isinstance(key, str) and key.isidentifier() and len(key) < 40 else brief(key)
+            for key in options
+            if key not in known
         )
         if unknown:
             raise ConfigError(

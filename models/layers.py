@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from graphfuse.errors import UnsupportedModelError
+from graphfuse.errors import UnsupportedModelError, brief
 from graphfuse.models.parallel import ColumnParallelLinear, RowParallelLinear, parameter
 from graphfuse.models.sharding import TensorParallel, attention_heads, even
 from graphfuse.ops.attention import attention
@@ -57,7 +57,7 @@ class RotaryEmbedding(nn.Module):
         kind = rope["rope_type"]
         if kind not in STATIC_ROPE_TYPES:
             raise UnsupportedModelError(
-                f"Rotary embedding of type {kind!r} is not implemented; known: {', '.join(STATIC_ROPE_TYPES)}. "
+                f"Rotary embedding of type {brief(kind)} is not implemented; known: {', '.join(STATIC_ROPE_TYPES)}. "
                 'Load the model with implementation="transformers".'
             )
         if kind == "default":
@@ -161,7 +161,7 @@ class DecoderLayer(nn.Module):
 def activation_of(config: PretrainedConfig) -> tuple[Callable[[Tensor], Tensor], str]:
     if config.hidden_act not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"Activation {config.hidden_act!r} is not implemented; known: {', '.join(ACTIVATIONS)}. "
+            f"Activation {brief(config.hidden_act)} is not implemented; known: {', '.join(ACTIVATIONS)}. "
             'Load the model with implementation="transformers".'
         )
     return ACTIVATIONS[config.hidden_act]

@@ -51,6 +51,10 @@ def read_config(folder: Path) -> PretrainedConfig:
     _check_values(file, values)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if config.model_type in FAMILIES:
+            _check_relations(file, config)
+    except CheckpointError:
+        raise
     except Exception as error:  # its classes check what they hold, each in its own way
         if isinstance(values.get("auto_map"), dict) and "AutoConfig" in values["auto_map"]:
             raise CheckpointError(
@@ -61,8 +65,6 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise CheckpointError(
             f"{file} has a value that cannot be ({brief(error, 400)}). Check or download it again."
         ) from error
-    if config.model_type in FAMILIES:
-        _check_relations(file, config)
     dtype = getattr(config, "dtype", None)
     if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
         raise CheckpointError(f"{file} has dtype={dtype}, which weights cannot have. Write a floating one.")

@@ -149,6 +149,10 @@ def _is_plain_name(file: str) -> bool:
     return file not in ("", ".", "..") and file.isprintable() and "/" not in file and "\\" not in file
 
 
+def _shown(file: str) -> str:
+    return file if len(file) <= 255 else brief(file)
+
+
 def _from_index(index: Path) -> dict[str, StoredTensor]:
     """The tensors of all files of the index, and whether it lists them. It never leads to a file elsewhere."""
     try:
@@ -170,7 +174,7 @@ def _from_index(index: Path) -> dict[str, StoredTensor]:
     for file, names in sorted(names_of.items()):
         path = index.parent / file
         if not os.path.isfile(path):  # unlike Path's, it takes names that are too long for a file
-            raise CheckpointError(f"{index} names the file {file!r}, which is not there. Download it again.")
+            raise CheckpointError(f"{index} names the file {brief(file)}, which is not there. Download it again.")
         header = read_header(path)
         lacking = sorted(names - header.keys())
         if lacking:
@@ -180,7 +184,7 @@ def _from_index(index: Path) -> dict[str, StoredTensor]:
         twice = sorted(name for name in header if files.get(name, file) != file)
         if twice:
             raise CheckpointError(
-                f"{index} says that {brief(twice[0])} is in {files[twice[0]]}, but {file} holds it too. "
+                f"{index} says that {brief(twice[0])} is in {_shown(files[twice[0]])}, but {file} holds it too. "
                 "Download both again."
             )
         tensors |= {name: replace(tensor, listed=name in names) for name, tensor in header.items()}

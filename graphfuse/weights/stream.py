@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from graphfuse.errors import CheckpointError
+from graphfuse.errors import CheckpointError, brief
 from graphfuse.weights.files import DTYPES, StoredTensor
 from graphfuse.weights.plan import Copy, TensorPlan
 
@@ -110,7 +110,7 @@ class Reader:
                 into.copy_(self.handle.get_slice(stored.name)[source])
         except (SafetensorError, RuntimeError, OSError) as error:
             raise CheckpointError(
-                f"Tensor {stored.name!r} in {self.file} cannot be read ({error}). Download the file again."
+                f"Tensor {stored.name!r} in {self.file} cannot be read ({brief(error)}). Download the file again."
             ) from error
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Reader:
         try:
             return safe_open(self.file, framework="pt", device="cpu").__enter__()
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.file} cannot be read ({error}). Download it again.") from error
+            raise CheckpointError(f"{self.file} cannot be read ({brief(error)}). Download it again.") from error
 
 
 def pieces(stored: StoredTensor, copy: Copy) -> Iterator[tuple[tuple[slice, ...], Tensor, int]]:
