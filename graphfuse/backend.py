@@ -35,6 +35,7 @@ from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, FusionRequiredError, GroupError, brief
 from graphfuse.executors import check_mode, compile_with_inductor, resolve_executor, run_eagerly
 from graphfuse.inlining import inline
+from graphfuse.input_placements import InputPlacements, Source, name_inputs
 from graphfuse.module_paths import annotate_paths
 from graphfuse.ops import attention as _attention  # noqa: F401  (registers the op)
 from graphfuse.passes import default_rules
@@ -42,8 +43,10 @@ from graphfuse.passes.driver import run_passes, select_rules
 from graphfuse.passes.dump import Dump
 from graphfuse.passes.groups import Groups
 from graphfuse.passes.outline import outline
+from graphfuse.passes.placement.lattice import Placement
 from graphfuse.passes.reductions import reductions
 from graphfuse.passes.rule import Context, Rule
+from graphfuse.passes.verify_placements import check
 from graphfuse.region_marks import forget_forward_guards
 from graphfuse.report import DECLINED, Report, SiteReport
 
@@ -60,6 +63,7 @@ class Session:
         facts: facts about the host; gathered from the group when None.
         infer_group: take the group that the graph's reductions share, when `group` is None.
         capture: called with each rewritten graph (tests and `explain` read it); nothing is executed then.
+        inputs: how the model's parameters and arguments are divided over the ranks.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Session:
         infer_group: bool = False,
         facts: gate.Facts | None = None,
         capture: Callable[[GraphModule, GraphModule], None] | None = None,
+        inputs: InputPlacements | None = None,
     ) -> None:
         self.group = group
         self.config = config
@@ -84,6 +89,8 @@ class Session:
         self._first_is_shared = not infer_group  # every rank traces a model as a whole, but parts of it as they come
         self._facts = facts
         self._capture = capture
+        self._inputs = inputs or InputPlacements(None)
+        self._verifies = config.verify_placements or (config.verify_placements is None and capture is not None)
         self._decisions: dict[tuple[torch.dtype, int], gate.Decision] = {}
         self._workspaces: list[tuple[dist.ProcessGroup, torch.dtype, int]] = []
 
@@ -92,6 +99,7 @@ class Session:
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable:
         started = time.perf_counter()
         self.lowering = False
+        sources = self._inputs.sources(module, Groups.of(self.group)) if self._verifies else []
         sealed = regions.seal(module)
         forget_forward_guards()
         try:
@@ -103,7 +111,7 @@ class Session:
                 flat = inline(top) if sealed.keys else top
                 self._spent("trace", time.perf_counter() - started)
                 self.lowering = True
-                return self._lower(flat, top_inputs)
+                return self._lower(flat, top_inputs, sources)
 
             # No AOTAutograd cache: on a hit it would answer without running the passes.
             return aot_autograd(
@@ -117,7 +125,7 @@ class Session:
 
     # --- one flat ATen graph ---------------------------------------------------------------------------------------
 
-    def _lower(self, module: GraphModule, inputs: Sequence[Any]) -> Callable:
+    def _lower(self, module: GraphModule, inputs: Sequence[Any], sources: list[Source]) -> Callable:
         annotate_paths(module)
         device = _device_of(inputs)
         if self.group is None and self._infer_group:
@@ -126,6 +134,8 @@ class Session:
             require_same_graph(self.group, module)
         context = Context(Groups.of(self.group), lambda dtype, size: self._decide(dtype, size, device))
         before = _copy(module) if self._capture else None
+        known = name_inputs(module.graph, sources)
+        self._verify(module, known, context, "The traced model is wrong on several ranks, before any rewriting.")
         result = run_passes(
             module,
             self.active_rules,
@@ -135,6 +145,7 @@ class Session:
             dump=Dump(self.config.dump or os.environ.get("GRAPHFUSE_DUMP"), prefix=f"graph{self.report.num_graphs}_"),
         )
         self._spent("passes", result.seconds)
+        self._verify(module, known, context, "Rewriting made the model wrong on several ranks.")
         self.report.rules = result.rules
         self.report.moe = _moe_layers(module)
         if self.config.moe_config_dir and self.report.moe:
@@ -170,6 +181,16 @@ class Session:
         compiled = compile_with_inductor(module, inputs, self.mode)
         self._spent("compile", time.perf_counter() - started)
         return compiled
+
+    def _verify(self, module: GraphModule, known: dict[str, Placement], context: Context, what: str) -> None:
+        """The proof of placements, in front of the passes and behind them."""
+        if not self._verifies or context.groups.size < 2:
+            return
+        reducing = frozenset().union(*(rule.reduces for rule in self.active_rules))
+        found = check(module.graph, known, context.groups, reducing)
+        self.report.placements = found.to_json()
+        self._spent("placements", found.seconds)
+        found.require_no_faults(what)
 
     def _spent(self, stage: str, seconds: float) -> None:
         self.report.seconds[stage] = self.report.seconds.get(stage, 0.0) + seconds

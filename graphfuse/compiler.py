@@ -26,6 +26,7 @@ from graphfuse.backend import Captured, Session
 from graphfuse.comm.watch import Watch, in_call, watch
 from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, GradientsEnabledError, GraphBreakError, GraphfuseError, GroupError
+from graphfuse.input_placements import InputPlacements
 from graphfuse.region_marks import marked_regions, repeated_layer_classes
 from graphfuse.report import Report
 from graphfuse.tokens import Marking, TokenDims, is_empty
@@ -280,7 +281,7 @@ class CompiledModel(nn.Module):
 
     def _new_session(self) -> Session:
         group, config, facts, capture = self._settings
-        session = Session(group, config, facts=facts, capture=capture)
+        session = Session(group, config, facts=facts, capture=capture, inputs=InputPlacements(self._orig_mod))
         weakref.finalize(self, session.close).atexit = False
         return session
 

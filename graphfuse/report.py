@@ -76,6 +76,9 @@ class Report:
     notes: list[str] = field(default_factory=list)
     """Facts a user should know: why layers were not traced as regions, more than one graph, an ignored setting."""
 
+    placements: dict[str, Any] = field(default_factory=dict)
+    """What the proof of placements knows of the rewritten graph's values; empty where it did not run."""
+
     num_graphs: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     """Where the start-up went: trace, passes, compile."""
@@ -121,6 +124,7 @@ class Report:
             "gate": self.gate,
             "moe": self.moe,
             "notes": self.notes,
+            "placements": self.placements,
             "graphs": self.num_graphs,
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
             "rules": self.rules,
@@ -160,6 +164,9 @@ class Report:
         notes += [
             f"{name}: {size >> 20} MiB of buffers for {dtype} on each GPU." for (name, dtype), size in held.items()
         ]
+        if self.placements:
+            found = self.placements
+            notes.append(f"placements: proved {found['proved']} values, {found['unknown']} unknown")
         return notes + self.notes
 
     def to_text(self) -> str:

@@ -19,6 +19,9 @@ from graphfuse.models.parallel import ParallelLMHead, VocabParallelEmbedding, re
 from graphfuse.models.sharding import TensorParallel, attention_heads
 from graphfuse.weights.plan import TensorPlan
 
+_HEADS = 2
+"""The dimension of a cache that is divided: [max_batch, max_len, key-value heads, head size]."""
+
 
 class CausalLM(nn.Module, abc.ABC):
     """A decoder-only language model on one rank of a tensor-parallel group.
@@ -105,6 +108,16 @@ class CausalLM(nn.Module, abc.ABC):
             else:
                 plans.extend(replicated(f"{name}.{n}", p) for n, p in module.named_parameters(recurse=False))
         return plans
+
+    def placements(self) -> dict[str, int | None]:
+        """Along which dimension each parameter, buffer and argument of `forward` is divided over the ranks; None: it is
+        whole on every rank. The proof of placements starts from it."""
+        found: dict[str, int | None] = {"kv_caches": _HEADS}
+        for path, module in self.named_modules():
+            dims = getattr(module, "shard_dims", {})
+            for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                found[f"{path}.{name}"] = dims.get(name)
+        return found
 
     def ignores(self, name: str) -> bool:
         """Checkpoint tensors that are right to be there and not needed: derived buffers, the copy of a tied weight."""

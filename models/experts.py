@@ -11,6 +11,7 @@ Legend: T tokens, H hidden, E experts, I intermediate, K choices per token.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,8 @@ class TopKRouter(nn.Module):
 
 class RoutedExperts(nn.Module):
     """The chosen experts' weighted sum, reduced over the ranks."""
+
+    shard_dims: ClassVar[dict[str, int]] = {"gate_up_proj": 1, "down_proj": 2}
 
     def __init__(
         self,

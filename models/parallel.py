@@ -1,7 +1,9 @@
 """Tensor-parallel layers: Linear by columns and by rows, embedding and head by vocabulary.
 
-Each holds this rank's part, zero where the division leaves padding (see `sharding`), and says through `tensor_plans`
-which checkpoint tensors it is made of. Reductions are plain functional collectives, for the passes to find.
+Each holds this rank's part, zero where the division leaves padding (see `sharding`). It says through `tensor_plans`
+which checkpoint tensors it is made of, and through `shard_dims`, for the proof of placements, along which dimension a
+parameter is divided (one that it does not name is whole). Reductions are plain functional collectives, for the passes
+to find.
 
 Legend: T tokens, H hidden, V vocabulary (v: this rank's part).
 """
@@ -9,6 +11,7 @@ Legend: T tokens, H hidden, V vocabulary (v: this rank's part).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -25,6 +28,8 @@ class ColumnParallelLinear(nn.Module):
     `parts` maps the checkpoint's names ("q_proj") to how each output dimension is divided. They stand in the
     checkpoint next to this module: `self_attn.qkv_proj` is made of `self_attn.q_proj`, ...
     """
+
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
     def __init__(self, in_features: int, parts: dict[str, Shard], *, bias: bool, dtype, device) -> None:
         super().__init__()
@@ -51,6 +56,8 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """A projection whose input is divided over the ranks: a partial product each, then their sum, then the bias."""
 
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
+
     def __init__(self, in_shard: Shard, out_features: int, tp: TensorParallel, *, bias: bool, dtype, device) -> None:
         super().__init__()
         self.in_shard, self.tp = in_shard, tp
@@ -70,6 +77,8 @@ class RowParallelLinear(nn.Module):
 
 class VocabParallelEmbedding(nn.Module):
     """Rows of the embedding divided over the ranks; ids of other ranks' rows give zero before the sum."""
+
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, *, dtype, device) -> None:
         super().__init__()
@@ -91,6 +100,8 @@ class VocabParallelEmbedding(nn.Module):
 
 class ParallelLMHead(nn.Module):
     """Logits of the whole vocabulary on every rank, each rank computing its rows. May share the embedding's weight."""
+
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
 
     def __init__(
         self, hidden_size: int, vocab_size: int, tp: TensorParallel, *, tied_to: nn.Parameter | None, dtype, device

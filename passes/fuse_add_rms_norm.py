@@ -28,6 +28,7 @@ from graphfuse.passes.graph_reading import (
     value,
 )
 from graphfuse.passes.norm_site import emit, erase_reduction, norm_fits, require_norm
+from graphfuse.passes.placement.pointwise import ONE_RANK_ADDS
 from graphfuse.passes.reductions import Reduction, all_reduce, gate_allows, sum_over_compiled_group
 from graphfuse.passes.rms_norm import RMSNorm
 from graphfuse.passes.rule import Context, Decline, Rule, Site
@@ -119,7 +120,7 @@ def emit_fused(graph: Graph, site: Site, context: Context) -> None:
             # one graph on every rank, so that nothing can order their collectives differently; times 0 adds nothing
             share = 1.0 if context.groups.rank == 0 else 0.0
             partial = graph.call_function(aten.add.Tensor, (partial, parts.bias), {"alpha": share})
-            partial.meta = dict(reduction.node.meta)
+            partial.meta = {**reduction.node.meta, ONE_RANK_ADDS: True}
         partial = replay(parts.views, partial)
     options = (norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight, is_dead, context.groups.name)
     op = torch.ops.graphfuse.all_reduce_add_rms_norm.default

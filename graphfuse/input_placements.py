@@ -1,0 +1,135 @@
+"""How the inputs of a traced graph are divided over the ranks: what the proof of placements starts from.
+
+    DTensors                      their own placements
+    models with `placements()`    what it says: {name of a parameter, buffer or argument: sharded dimension, or None}
+    other inputs of either        whole on every rank
+    any other module              unknown
+
+Dynamo knows where each input of its graph comes from (`L['model']._modules['norm']._parameters['weight']`), and
+AOTAutograd which of them each input of the ATen graph is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.fx import Graph, GraphModule, Node
+
+from graphfuse.module_paths import plain_path
+from graphfuse.passes.groups import Groups
+from graphfuse.passes.placement.lattice import PARTIAL, REPLICATED, Partial, Placement, Shard, Unknown
+
+_ARGUMENT = re.compile(r"^L\['args'\]\[(\d+)\]")
+_KEYWORD = re.compile(r"^L\['kwargs'\]\['(\w+)'\]|^L\['(\w+)'\](?!\.)")
+_HELD = re.compile(r"\._(?:parameters|buffers)\[['\"](\w+)['\"]\]")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one input of a graph is called, and its placement if anybody knows."""
+
+    name: str
+    placement: Placement | None
+
+
+class InputPlacements:
+    """What a model says of its parameters and arguments; of no model, when a graph comes through `torch.compile`."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        say = getattr(model, "placements", None)
+        self._declared: Mapping[str, int | None] | None = say() if callable(say) else None
+        self._arguments = list(inspect.signature(model.forward).parameters) if model is not None else []
+
+    def sources(self, module: GraphModule, groups: Groups) -> list[Source]:
+        """One for each input of a Dynamo graph, in order."""
+        nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+        is_told = self._declared is not None or any(isinstance(_example(node), DTensor) for node in nodes)
+        return [self._source(node, groups, is_told) for node in nodes]
+
+    def _source(self, node: Node, groups: Groups, is_told: bool) -> Source:
+        argument, path = self._place(_source_text(node))
+        name = argument or path
+        example = _example(node)
+        if isinstance(example, DTensor):
+            return Source(name, _of_dtensor(example, groups))
+        if not is_told:
+            return Source(name, None)
+        declared = self._declared
+        if declared is None or (argument is not None and argument not in declared):
+            return Source(name, REPLICATED)
+        if name not in declared:
+            return Source(name, Unknown("the model's placements() does not name it"))
+        dim = declared[name]
+        return Source(name, REPLICATED if dim is None else Shard(dim))
+
+    def _place(self, source: str) -> tuple[str | None, str]:
+        """The argument a source is, or is a part of, if it is one; else its path in the model."""
+        positional, keyword = _ARGUMENT.match(source), _KEYWORD.match(source)
+        if positional:
+            index = int(positional.group(1))
+            return (self._arguments[index] if index < len(self._arguments) else f"argument {index}"), ""
+        if keyword:
+            return keyword.group(1) or keyword.group(2), ""
+        return None, plain_path(_HELD.sub(r".\1", source))
+
+
+def _source_text(node: Node) -> str:
+    """Where Dynamo took an input from."""
+    name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    return str(name() if callable(name) else name)
+
+
+def _example(node: Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _of_dtensor(tensor: DTensor, groups: Groups) -> Placement:
+    for i, placement in enumerate(tensor.placements):
+        if set(_ranks_along(tensor.device_mesh, i)) == set(groups.ranks):
+            if isinstance(placement, Replicate):
+                return REPLICATED
+            if placement.is_partial():
+                op = str(getattr(placement, "reduce_op", "sum"))
+                return PARTIAL if op == "sum" else Partial(op)
+            return Shard(getattr(placement, "dim", 0) % tensor.dim())
+    return Unknown("a DTensor over other ranks than the compiled group's")
+
+
+def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
+    """The ranks that differ from this one in one coordinate of a mesh."""
+    here: list[Any] = list(mesh.get_coordinate() or ())
+    if not here:
+        return []
+    here[dim] = slice(None)
+    return mesh.mesh[tuple(here)].tolist()
+
+
+def name_inputs(graph: Graph, sources: list[Source]) -> dict[str, Placement]:
+    """Placements by the name of an ATen graph's placeholder. Each gets its source's name, for errors to show."""
+    known = {}
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            continue
+        index = _dynamo_index(node)
+        if index is None or index >= len(sources):
+            continue
+        source = sources[index]
+        node.meta["graphfuse_source"] = source.name
+        if source.placement is not None:
+            known[node.name] = source.placement
+    return known
+
+
+def _dynamo_index(node: Node) -> int | None:
+    """Which input of the Dynamo graph this is, or is a part of."""
+    described: Any = node.meta.get("desc")
+    while hasattr(described, "base"):
+        described = described.base
+    return getattr(described, "idx", None)

@@ -1,0 +1,134 @@
+"""graphfuse's own ops, and attention by name: heads are sharded, a fused op sums its first argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphfuse.ops import attention, fused_all_reduce, moe  # noqa: F401  (register the ops)
+from graphfuse.passes.graph_reading import aten
+from graphfuse.passes.placement.call import Call, Operand, all_replicated, ignorance, partials
+from graphfuse.passes.placement.collectives import reduced
+from graphfuse.passes.placement.lattice import (
+    PARTIAL,
+    REPLICATED,
+    Kind,
+    Outcome,
+    Partial,
+    Placement,
+    Replicated,
+    Shard,
+    Unknown,
+    Violation,
+)
+from graphfuse.passes.placement.views import value_tuple
+
+
+def fused_reduction(call: Call) -> Outcome:
+    """Sums its first argument; everything else it reads is added to the sum or scales it, and must be whole."""
+    x, *others = call.tensors()
+    x = call.first()
+    name = call.argument("group_name") if call.has("group_name") else call.groups.name
+    found = reduced(call, x, "sum", str(name))
+    for o in others:
+        if o.node is x.node:
+            continue
+        if isinstance(o.placement, Partial):
+            text = f"{call.name} adds a {o.placement} to the sum: it must be summed before"
+            raise Violation(Kind.RESIDUAL, o.node, text)
+    if found == REPLICATED and not all_replicated([o for o in others if o.node is not x.node]):
+        found = ignorance(others) or Unknown("a shard is added to a reduced value, or scales it")
+    values = value_tuple(call.node)
+    return (found,) * len(values) if values else found
+
+
+def no_partial(call: Call, operands: list[Operand]) -> None:
+    for o in partials(operands):
+        raise Violation(Kind.NON_LINEAR, o.node, f"{call.name} is not linear, and reads a {o.placement}")
+
+
+def heads(call: Call, dim: int, names: tuple[str, ...], whole: tuple[str, ...]) -> Placement:
+    """Attention: queries, keys, values and caches all divided by heads, or all whole."""
+    operands, rest = call.operands(names), call.operands(whole)
+    no_partial(call, [*operands, *rest])
+    unknown = ignorance([*operands, *rest])
+    if unknown is not None:
+        return unknown
+    if all(o.placement == Shard(dim) for o in operands) and all_replicated(rest):
+        return Shard(dim)
+    if all_replicated([*operands, *rest]):
+        return REPLICATED
+    if operands[0].placement == Shard(dim) and all(o.placement == Shard(dim) or _one_head(o, dim) for o in operands):
+        return Shard(dim) if all_replicated(rest) else Unknown("a mask or position is a shard")
+    found = ", ".join(str(o.placement) for o in operands)
+    return Unknown(f"attention whose operands are not all divided by heads ({found})")
+
+
+def _one_head(o: Operand, dim: int) -> bool:
+    """A key or value head that every query head reads."""
+    return isinstance(o.placement, Replicated) and o.shape[dim] == 1
+
+
+def own_attention(call: Call) -> Outcome:
+    return heads(call, 2, ("q", "k", "v", "k_cache", "v_cache"), ("positions",))
+
+
+def named_attention(call: Call) -> Outcome:
+    """aten's attention kernels: [B, heads, S, D]; further results are per head or not read."""
+    found = heads(call, 1, ("query", "key", "value"), ("attn_mask", "attn_bias"))
+    values = value_tuple(call.node)
+    if not values:
+        return found
+    return tuple(found if i < 2 else REPLICATED for i in range(len(values)))
+
+
+def experts(call: Call) -> Outcome:
+    """The experts' inner dimension, or the experts, divided over the ranks: a partial sum."""
+    whole = call.operands(("tokens", "topk_ids", "topk_weights", "tokens_scale", "intermediate_scale"))
+    no_partial(call, whole)
+    gate_up, down = call.operand("gate_up"), call.operand("down")
+    inner = call.operands(("gate_up_bias", "gate_up_scale"))
+    added = call.operands(("down_bias",))
+    unknown = ignorance([*whole, gate_up, down, *inner, *added, *call.operands(("down_scale",))])
+    if unknown is not None:
+        return unknown
+    if not all_replicated(whole):
+        return Unknown("experts are given shards of tokens")
+    if all_replicated([gate_up, down, *inner, *added]):
+        return REPLICATED
+    transposed = bool(call.argument("transposed"))
+    dims = (gate_up.placement, down.placement)
+    by_expert = dims == (Shard(0), Shard(0))
+    by_inner = dims == ((Shard(2), Shard(1)) if transposed else (Shard(1), Shard(2)))
+    if not (by_expert or by_inner):
+        return Unknown(f"experts whose two matrices are divided unlike each other ({dims[0]}, {dims[1]})")
+    for bias in added:
+        if isinstance(bias.placement, Replicated) and not bias.placement.zero:
+            raise Violation(Kind.BIAS, bias.node, f"{call.name} adds down_bias to a partial sum on every rank")
+    return PARTIAL
+
+
+graphfuse = torch.ops.graphfuse
+REDUCING = frozenset(
+    {
+        graphfuse.all_reduce_add_rms_norm.default,
+        graphfuse.all_reduce_rms_norm.default,
+        graphfuse.all_reduce_add_rms_norm_fp8.default,
+    }
+)
+RULES: dict[Any, Any] = {
+    **dict.fromkeys(REDUCING, fused_reduction),
+    graphfuse.attention.default: own_attention,
+    graphfuse.moe_experts.default: experts,
+    **dict.fromkeys(
+        (
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten.scaled_dot_product_attention.default,
+        ),
+        named_attention,
+    ),
+}
