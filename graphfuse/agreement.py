@@ -49,7 +49,7 @@ def require(channel: ControlChannel, subject: str, fields: Fields) -> None:
     Raises:
         GroupError: they differ (on every rank), or a rank does not answer.
     """
-    text = json.dumps(fields, sort_keys=True, default=lambda value: type(value).__name__)
+    text = json.dumps(fields, default=lambda value: type(value).__name__)
     digests = channel.exchange(hashlib.sha256(text.encode()).hexdigest(), subject=subject)
     if len(set(digests)) == 1:
         return

@@ -30,7 +30,7 @@ class Place:
     """Where a rank runs."""
 
     host: str
-    """Equal for processes that see each other: one host and one table of processes."""
+    """Equal for processes that see each other: one host, one table of processes, one user."""
     pid: int
     started: int
     """When the process was started, in the kernel's clock ticks: numbers of processes are used again. 0: unknown."""
@@ -38,7 +38,7 @@ class Place:
     @classmethod
     def here(cls, host: str) -> Place:
         try:
-            host = f"{host}/{os.readlink('/proc/self/ns/pid')}"
+            host = f"{host}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
         except OSError:
             host = f"{host}/{os.getppid()}"  # no table to look at: only processes of one parent see each other
         pid = os.getpid()
@@ -113,16 +113,15 @@ class Peer:
     beat_at: float = 0.0
     """When the last new beat was seen, by this rank's clock."""
     call: Call = field(default_factory=Call)
-    seen: bool = False
-    """Its process was found in the table of processes, so its absence will mean something."""
+    in_sight: bool = False
+    """Whether its process can be looked for."""
     there: bool = True
 
     def look(self, host: str) -> None:
         """See whether the process is there, where it can be seen."""
-        if self.place is not None and self.place.host == host and self.there:
-            is_there = self.place.is_there()
-            self.seen |= is_there
-            self.there = is_there or not self.seen
+        if self.place is not None and self.there:
+            self.in_sight = self.place.host == host
+            self.there = not self.in_sight or self.place.is_there()
 
     def hear(self, beat: Beat, now: float) -> None:
         if beat != self.beat:
@@ -149,15 +148,16 @@ def trouble(rank: int, mine: Call, failures: int, peers: Mapping[int, Peer], now
             + f", and {_names(differing)} ended over it. Give every rank inputs of the same shapes."
         )
     if lost:
-        where = "; ".join(f"{p.name} in {p.call}" if p.call.number else p.name for p in lost)
+        where = "; ".join(f"{p.name} is gone without an error{_last(p)}" for p in lost)
         return (
-            f"{_names(lost).capitalize()} {'are' if len(lost) > 1 else 'is'} gone, without an error: {where}. It "
-            "crashed, was killed, or memory ran out: see its output, and the kernel's log (dmesg) for killed processes."
+            f"{where[0].upper()}{where[1:]}. It crashed, was killed, or memory ran out: see its output, and the "
+            "kernel's log (dmesg) for killed processes."
         )
     if failed:
         peer = failed[0]
         assert peer.beat is not None
-        return f"Rank {peer.rank} failed in {peer.call}: {peer.beat.failure} See the error there first."
+        failure = str(peer.beat.failure).rstrip(".")
+        return f"Rank {peer.rank} failed in {peer.call}: {failure}. See the error there first."
     if gone:
         return (
             f"{_names(gone).capitalize()} ended the program after call {gone[0].call.number}, and this rank waits in "
@@ -176,14 +176,18 @@ def late(mine: Call, peers: Mapping[int, Peer], seconds: float) -> str | None:
         for p in missing
     )
     return (
-        f"{_names(missing).capitalize()} has not come to {mine} for {seconds:.0f} s: {where}. See what it "
-        "does there, and make sure that all ranks make the same calls."
+        f"{_names(missing).capitalize()} did not come to {mine} within {seconds:.0f} s: {where}. See what it does "
+        "there, and make sure that all ranks make the same calls."
     )
 
 
 def _silent(peer: Peer, now: float) -> bool:
     """No beat for long, from a rank whose process cannot be seen."""
-    return not peer.seen and peer.beat is not None and now - peer.beat_at > SILENCE
+    return not peer.in_sight and peer.beat is not None and now - peer.beat_at > SILENCE
+
+
+def _last(peer: Peer) -> str:
+    return f", last in {peer.call}" if peer.call.number else ""
 
 
 def _names(peers: list[Peer]) -> str:

@@ -139,7 +139,9 @@ class SizeTable:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"The size table cannot be written: {brief(error)}. Give another file or folder.") from error
+            raise ConfigError(
+                f"The size table cannot be written: {brief(error)}. Give another file or folder."
+            ) from error
         return file
 
     @classmethod

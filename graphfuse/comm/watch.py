@@ -49,7 +49,7 @@ RAISE_AFTER = 2.0
 END_AFTER = 4.0
 LATE_WARNING = 30.0
 # A store that does not answer must not keep the thread from looking for processes.
-STORE_TIMEOUT = timedelta(seconds=5)
+STORE_TIMEOUT = timedelta(seconds=10)
 # How long an error of the communicator waits for the watch to find its cause.
 EXPLAIN_WITHIN = 3.0
 
@@ -77,6 +77,7 @@ class Watch:
         self._failures = 0
         self._failure: str | None = None
         self._count = 0
+        self._store_lost = False
         self._problem: str | None = None
         self._problem_at = 0.0
         self._warned = 0
@@ -101,7 +102,7 @@ class Watch:
         if self._problem is None:
             return
         # It is half a second old: this rank may have failed since, like the others.
-        problem = trouble(self.rank, self._call, self._failures, self._peers, time.monotonic())
+        problem = self._trouble(time.monotonic())
         if problem is not None:
             raise GroupError(problem)
 
@@ -119,8 +120,7 @@ class Watch:
         self._thread_id = threading.get_ident()
         if torch.cuda.is_initialized():
             self._stream = torch.cuda.current_stream()
-        with contextlib.suppress(RuntimeError):  # no store, no messages; the thread finds out what that means
-            self._calls.set(f"call/{self.rank}", f"{self._call.number}|{what}|{shapes}")
+        self._use_store(self._calls.set, f"call/{self.rank}", f"{self._call.number}|{what}|{shapes}")
         self._entered = time.monotonic()
 
     def _leave(self, error: BaseException | None) -> None:
@@ -133,8 +133,7 @@ class Watch:
             self._find_cause()
         self._failures += 1
         self._failure = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
-        with contextlib.suppress(RuntimeError):
-            self._publish()
+        self._publish()
         cause = self.verdict or (self._problem if is_of_the_communicator(error) else None)
         if cause is not None and not isinstance(error, GroupError):
             raise GroupError(cause) from error
@@ -150,13 +149,10 @@ class Watch:
     def _run(self) -> None:
         while not self._stopped and self._is_needed():
             now = time.monotonic()
-            try:
-                self._publish()
-                self._read(now)
-            except RuntimeError as error:
-                log.debug("the store does not answer: %s", error)  # processes can still be looked at
             for peer in self._peers.values():
-                peer.look(self._place.host)
+                peer.look(self._place.host)  # first: of one that is gone, the last words are read afterwards
+            self._publish()
+            self._use_store(self._read, now)
             self._judge(now)
             self._wake.wait(PERIOD)
             self._wake.clear()
@@ -165,7 +161,18 @@ class Watch:
         with self._publishing:
             self._count += 1
             beat = Beat(self._count, self._failures, self._failure, left)
-            self._beats.set(f"beat/{self.rank}", beat.to_text())
+            self._use_store(self._beats.set, f"beat/{self.rank}", beat.to_text())
+
+    def _use_store(self, use: Callable[..., object], *arguments: object) -> None:
+        """A store that has failed is not used again, nor is its silence that of the ranks: processes can still be
+        looked at."""
+        if self._store_lost:
+            return
+        try:
+            use(*arguments)
+        except RuntimeError as error:
+            self._store_lost = True
+            log.debug("the store does not answer: %s", error)
 
     def _read(self, now: float) -> None:
         for rank, peer in self._peers.items():
@@ -180,7 +187,7 @@ class Watch:
 
     def _judge(self, now: float) -> None:
         waiting = self._depth > 0
-        problem = trouble(self.rank, self._call, self._failures, self._peers, now)
+        problem = self._trouble(now)
         if problem is None and waiting:
             problem = self._lateness(now - self._entered)
         if self._problem is None or problem is None:
@@ -196,6 +203,10 @@ class Watch:
         if since >= RAISE_AFTER and waiting and self.verdict is None:
             self.verdict = problem
             raise_in(self._thread_id, problem)
+
+    def _trouble(self, now: float) -> str | None:
+        heard = not self._store_lost
+        return trouble(self.rank, self._call, self._failures, self._peers, now if heard else 0.0)
 
     def _lateness(self, seconds: float) -> str | None:
         if self._timeout is not None and seconds > self._timeout:
@@ -215,6 +226,9 @@ class Watch:
 
     def _end(self, problem: str) -> NoReturn:
         stuck = "a collective" if self._stream is None else "a collective or a kernel"
+        self._failures += 1
+        self._failure = f"GroupError: {problem}"
+        self._publish()
         last_words.leave(f"{problem} This process ends: it waits for that rank in {stuck}.", self.rank)
         os._exit(1)
 
@@ -226,8 +240,7 @@ class Watch:
         self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * PERIOD)
-        with contextlib.suppress(RuntimeError):
-            self._publish(left=True)
+        self._publish(left=True)
 
 
 class _InCall:

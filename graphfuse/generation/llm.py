@@ -7,7 +7,8 @@ the same logits and samples from them with the same random numbers, so nothing i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ class LLM:
         Raises `GenerationError` before anything runs if a prompt or a parameter cannot be used, and `GroupError` if the
         ranks were given different ones, or one of them is gone or fails.
         """
-        with in_call(self._watch, "start of a generation"):
+        with in_call(self._watch, "start of a generation"), self._seeds_kept_on_error():
             requests = self._requests(prompts, params)
             _require_same(self._group, requests)
         self.stats = GenerationStats()
@@ -204,6 +205,16 @@ class LLM:
 
     def _new_seed(self) -> int:
         return int(torch.randint(2**62, (), generator=self._seeds))
+
+    @contextmanager
+    def _seeds_kept_on_error(self) -> Iterator[None]:
+        """Ranks that were refused may have drawn different numbers of seeds, and go on in step."""
+        state = self._seeds.get_state()
+        try:
+            yield
+        except BaseException:
+            self._seeds.set_state(state)
+            raise
 
     @torch.no_grad()
     def _make_ready(self, requests: Sequence[Request]) -> None:

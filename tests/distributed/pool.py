@@ -35,7 +35,7 @@ import torch.distributed as dist
 WORLD_SIZE = 4
 GLOO_TIMEOUT = timedelta(seconds=30)
 START_TIMEOUT = 120.0
-PRELOAD = ["torch.distributed", "torch._dynamo", "transformers.modeling_utils", "graphfuse.weights.load"]
+PRELOAD = ["torch.distributed", "torch._dynamo", "transformers.modeling_utils", "graphfuse.generation"]
 
 
 class RankError(Exception):
