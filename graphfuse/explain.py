@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphfuse.config import FuseConfig
-from graphfuse.errors import ConfigError, UnsupportedModelError
+from graphfuse.errors import ConfigError, UnsupportedModelError, brief
 from graphfuse.facts import Facts
 from graphfuse.report import Report
 from graphfuse.testing import fake_tp, trace
@@ -73,13 +73,13 @@ def _sharded_by_transformers(
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         if group.size() == 1:
             return model
         plan, *_ = model._resolve_parallel_plans(DistributedConfig(tp_size=group.size()))
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
         return apply_tensor_parallelism(model, mesh, plan)
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except Exception as error:  # every model checks its config in its own way
         raise UnsupportedModelError(
-            f"{unsupported} transformers cannot shard its model over {group.size()} ranks either: {error}"
+            f"{unsupported} transformers cannot shard its model over {group.size()} ranks either: {brief(error, 400)}"
         ) from error
