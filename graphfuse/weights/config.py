@@ -12,12 +12,16 @@ from transformers import AutoConfig, PretrainedConfig
 from graphfuse.errors import CheckpointError, brief
 from graphfuse.jsonfile import read_json
 
+MOST_LAYERS = 1 << 12
+"""For whatever is named after layers, which each family does in its own way: a list of every layer's type, say, is made
+before anything else could notice that there are 10^9 layers."""
+
 LIMITS = {
+    "num_hidden_layers": MOST_LAYERS,
     "hidden_size": 1 << 20,
     "intermediate_size": 1 << 24,
     "moe_intermediate_size": 1 << 24,
     "vocab_size": 1 << 24,
-    "num_hidden_layers": 1 << 12,
     "num_attention_heads": 1 << 14,
     "num_key_value_heads": 1 << 14,
     "head_dim": 1 << 14,
@@ -25,12 +29,9 @@ LIMITS = {
     "num_experts_per_tok": 1 << 14,
     "max_position_embeddings": 1 << 32,
 }
-"""Fields that a model divides by, counts to or allocates, and a value ten times any model's: a list of a layer's types,
-say, is made before anything else could notice that there are 10^9 layers."""
+"""Fields that a model divides by, counts to or allocates, and a value ten times any model's."""
 
 MAY_BE_ZERO = ("num_experts",)
-SECTIONS = ("text_config", "llm_config", "language_config")
-"""Where configs of several modalities keep the language model's."""
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -79,25 +80,30 @@ def _check_values(file: Path, values: Any) -> None:
         isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
     ):
         raise CheckpointError(f"{file} has architectures={brief(architectures)}. It must be a list of class names.")
-    for section in (values, *(values.get(name) for name in SECTIONS)):
-        if isinstance(section, dict):
-            _check_sizes(file, section)
+    _check_least(file, values)
+    waiting = [values]  # configs of several modalities hold one for each
+    while waiting:
+        section = waiting.pop()
+        waiting += [inner for inner in section.values() if isinstance(inner, dict)]
+        for field, value in section.items():
+            limit = LIMITS.get(field, MOST_LAYERS if "layer" in field else math.inf)
+            if isinstance(value, int | float) and not value <= limit:  # also NaN
+                raise CheckpointError(
+                    f"{file} has {brief(field)[1:-1]}={brief(value)}, more than any model's. Check or download the file "
+                    "again."
+                )
 
 
-def _check_sizes(file: Path, values: dict[str, Any]) -> None:
+def _check_least(file: Path, values: dict[str, Any]) -> None:
     from graphfuse.models.registry import FAMILIES
 
-    ours = values.get("model_type") in list(FAMILIES)
-    for field, limit in LIMITS.items():
-        value = values.get(field)
-        least = 0 if field in MAY_BE_ZERO else 1
-        if isinstance(value, int) and ours and value < least:
+    if values.get("model_type") not in list(FAMILIES):
+        return
+    for field in LIMITS:
+        value, least = values.get(field), 0 if field in MAY_BE_ZERO else 1
+        if isinstance(value, int) and value < least:
             raise CheckpointError(
                 f"{file} has {field}={brief(value)}. It must be at least {least}: check or download the file."
-            )
-        if isinstance(value, int | float) and not value <= limit:  # also NaN
-            raise CheckpointError(
-                f"{file} has {field}={brief(value)}, more than any model's. Check or download the file again."
             )
 
 
