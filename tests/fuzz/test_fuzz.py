@@ -8,12 +8,14 @@ seconds as GRAPHFUSE_FUZZ_SECONDS says, with new inputs each time; what takes a 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.fuzz.box import Box
@@ -32,6 +34,17 @@ PLAIN: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    """Libraries warn about every other input. Tensors this small are slower on several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module", params=PARSERS)
 def box(request, tmp_path_factory) -> Box:
     return Box(PARSERS[request.param], tmp_path_factory.mktemp(request.param))
@@ -41,11 +54,19 @@ def corpus(name: str) -> list[Path]:
     return sorted((CORPUS / name).iterdir()) if (CORPUS / name).is_dir() else []
 
 
+def keep(name: str, data: bytes) -> Path:
+    """Into the corpus."""
+    file = CORPUS / name / hashlib.sha256(data).hexdigest()[:12]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(data)
+    return file
+
+
 def test_what_once_took_a_way_of_its_own_is_still_answered(box):
     for file in corpus(box.parser.name):
         try:
             box.feed(file.read_bytes())
-        except BaseException as error:
+        except Exception as error:
             error.add_note(f"fed {file}")
             raise
 
@@ -76,12 +97,11 @@ def test_only_our_errors_come_out_for_ten_minutes(box):
         executions += 1
         try:
             way = box.feed(data)
-        except BaseException as error:
-            error.add_note(f"fed {data[:SMALL]!r}")
+        except Exception as error:
+            error.add_note(f"fed {keep(box.parser.name, data)}")
             raise
         if way not in known and len(data) < len(found.get(way, b" " * SMALL)):
             found[way] = data
     for data in found.values():
-        (CORPUS / box.parser.name).mkdir(parents=True, exist_ok=True)
-        (CORPUS / box.parser.name / hashlib.sha256(data).hexdigest()[:12]).write_bytes(data)
+        keep(box.parser.name, data)
     print(f"{box.parser.name}: {executions} inputs in {SECONDS:.0f} s, {len(found)} new ways, {len(known)} known")
