@@ -140,7 +140,7 @@ def of_program(config: FuseConfig) -> dict[str, Any]:
 def of_model(model: nn.Module) -> dict[str, Any]:
     """Class, config and parameters."""
     fields: dict[str, Any] = {"the model's class": f"{type(model).__module__}.{type(model).__qualname__}"}
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         described = config.to_dict()
         fields |= {f"the model's config.{k}": v for k, v in described.items() if k not in _NOT_THE_MODEL}

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 from graphfuse import gate
 from graphfuse.agreement import require_alike
 from graphfuse.backend import Captured, Session
-from graphfuse.comm.watch import Watch, in_call, watch
+from graphfuse.comm.watch import Watch
+from graphfuse.comm.watching import in_call, watch
 from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, GradientsEnabledError, GraphBreakError, GraphfuseError, GroupError
 from graphfuse.input_placements import InputPlacements

@@ -10,6 +10,7 @@ lowest rank that left one (errors.py); if there is none, by the last lines of th
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from graphfuse.cli.errors import INTERRUPTED, print_error
 from graphfuse.errors import GroupError
-from graphfuse.last_words import RUN_ID_PREFIX
+from graphfuse.last_words import RUN_ID_PREFIX, started_by_us
 
 if TYPE_CHECKING:
     import torch
@@ -119,6 +120,7 @@ def joined(num_ranks: int, device_type: str) -> Iterator[tuple[torch.device, dis
     import torch.distributed as dist
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    _end_with_the_launcher()
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -134,6 +136,13 @@ def joined(num_ranks: int, device_type: str) -> Iterator[tuple[torch.device, dis
         dist.init_process_group("gloo")
     yield device, dist.group.WORLD
     dist.destroy_process_group()  # not after an error: the other ranks may be inside a collective, and it would wait
+
+
+def _end_with_the_launcher() -> None:
+    """A rank that `run_ranks` started ends with the process that did, though that be killed and end nobody itself."""
+    if started_by_us() and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _threads_per_rank(num_ranks: int) -> int:
@@ -155,6 +164,7 @@ def _print_message(log_dir: str) -> bool:
 
 def _print_tail(failed: int, exitcode: int, log_dir: str) -> None:
     how = f"exit code {exitcode}" if exitcode >= 0 else signal.Signals(-exitcode).name
-    print(f"graphfuse: rank {failed} ended with {how}.", file=sys.stderr)
+    killed = " If nobody killed it, the system ran out of memory: see dmesg." if exitcode == -signal.SIGKILL else ""
+    print(f"graphfuse: rank {failed} ended with {how}.{killed}", file=sys.stderr)
     for log in sorted(Path(log_dir).rglob(f"{failed}/stderr.log")):
         print(*log.read_text(errors="replace").splitlines()[-_TAIL_LINES:], sep="\n", file=sys.stderr)

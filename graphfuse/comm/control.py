@@ -76,7 +76,7 @@ class ControlChannel:
         Raises:
             RuntimeError: the store makes none.
         """
-        return PrefixStore(f"{name}/", self._store.clone())
+        return PrefixStore(f"{name}/", self._store.clone())  # type: ignore[attr-defined]  # the stub lacks it
 
     def fail(self, reason: str, timeout: timedelta = STEP_TIMEOUT) -> str:
         """Post a failure in place of the value that the peers' current exchange waits for.

@@ -84,7 +84,11 @@ class Pool:
         outcome = decision
         for name, variants in wanted.items():
             request = WorkspaceRequest(group, dtype, hidden_size, _largest(variants), device, variants)
-            made_or_reason = self._vote_and_make(name, request, channel)
+            try:
+                made_or_reason = self._vote_and_make(name, request, channel)
+            except BaseException:
+                self._close_unused(made)
+                raise
             if isinstance(made_or_reason, str):
                 reason = f"All ranks use the reference backend, because {name} could not be set up: {made_or_reason}"
                 outcome = dataclasses.replace(
@@ -160,16 +164,17 @@ class Pool:
                 workspace.reserve(request, channel)
             channel.exchange("did", STEP_TIMEOUT)
             self._workspaces[key] = workspace
+            fresh = None
             return workspace
         except PeerFailed as failure:
-            reason = str(failure)
+            return str(failure)
         except GroupError:
             raise
         except Exception as error:  # out of memory, a driver error: whatever it was, the peers must hear of it
-            reason = channel.fail(f"{type(error).__name__}: {error}")
-        if fresh is not None:
-            fresh.close()
-        return reason
+            return channel.fail(f"{type(error).__name__}: {error}")
+        finally:  # also after Ctrl-C
+            if fresh is not None:
+                fresh.close()
 
 
 def _current_device() -> torch.device:

@@ -20,26 +20,21 @@ One watch a group, begun by the first trace or `LLM`, ended with the group or th
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed import ProcessGroup, Store
 
 from graphfuse import last_words
-from graphfuse.agreement import is_shared
-from graphfuse.comm.control import control_channel
+from graphfuse.comm.control import ControlChannel
 from graphfuse.comm.lost_peer import first_line, is_of_the_communicator, raise_in
 from graphfuse.comm.peers import Beat, Call, Peer, Place, late, trouble
-from graphfuse.comm.timeout import comm_timeout
 from graphfuse.errors import GroupError
 
 log = logging.getLogger("graphfuse")
@@ -55,15 +50,16 @@ EXPLAIN_WITHIN = 3.0
 
 
 class Watch:
-    """The watch of one rank over the others of its group. `watch` makes it."""
+    """The watch of one rank over the others of its group. Made by `graphfuse.comm.watching.watch`."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, *, host: str, is_needed: Callable[[], bool], timeout: float | None
+        self, channel: ControlChannel, *, host: str, is_needed: Callable[[], bool], timeout: float | None
     ) -> None:
+        rank, size = channel.rank, channel.size
         self.rank, self.size = rank, size
         self.verdict: str | None = None
         """Why this rank was stopped, once it has been told so by force."""
-        self._calls, self._beats = store, store.clone()
+        self._calls, self._beats = channel.open_store("watch"), channel.open_store("watch")
         self._beats.set_timeout(STORE_TIMEOUT)
         self._place = Place.here(host)
         self._peers = {r: Peer(r) for r in range(size) if r != rank}
@@ -156,6 +152,7 @@ class Watch:
             self._judge(now)
             self._wake.wait(PERIOD)
             self._wake.clear()
+        self._publish(left=True)
 
     def _publish(self, left: bool = False) -> None:
         with self._publishing:
@@ -225,22 +222,30 @@ class Watch:
             return True
 
     def _end(self, problem: str) -> NoReturn:
-        stuck = "a collective" if self._stream is None else "a collective or a kernel"
+        stuck = "a collective" if self._stream is None else "a collective, or its GPU in a kernel"
         self._failures += 1
         self._failure = f"GroupError: {problem}"
         self._publish()
-        last_words.leave(f"{problem} This process ends: it waits for that rank in {stuck}.", self.rank)
+        last_words.leave(f"{problem} This process ends: it is stuck in {stuck}.", self.rank)
         os._exit(1)
+
+    def end_if_stuck(self) -> None:
+        """At the end of the program, after a failure: a kernel that waits for a rank that is gone would keep the
+        interpreter from freeing the GPU's memory, and so the process from ending."""
+        if self._problem is None and self._failure is None:
+            return
+        end = time.monotonic() + END_AFTER
+        while self._gpu_is_busy():
+            if time.monotonic() > end:
+                self._end(self._problem or "This rank failed.")
+            time.sleep(0.05)
 
     def stop(self) -> None:
         """End the thread, and tell the others that this rank left in good order."""
-        if self._stopped:
-            return
         self._stopped = True
         self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * PERIOD)
-        self._publish(left=True)
 
 
 class _InCall:
@@ -256,70 +261,3 @@ class _InCall:
 
     def __exit__(self, _type: Any, error: BaseException | None, _traceback: TracebackType | None) -> None:
         self._watch._leave(error)
-
-
-def in_call(watch: Watch | None, what: str, values: Iterable[Any] = ()) -> contextlib.AbstractContextManager[None]:
-    """`watch.call` with the shapes of the tensors among the values; nothing without a watch."""
-    return _UNWATCHED if watch is None else _InCall(watch, what, shapes_of(values))
-
-
-_UNWATCHED = contextlib.nullcontext()
-
-
-def shapes_of(values: Iterable[Any]) -> str:
-    """The shapes of the tensors among the arguments of a call, as text. Two microseconds: it runs for each token."""
-    return ", ".join([str(list(v.shape)) for v in values if isinstance(v, torch.Tensor)])
-
-
-# --- one for each group ---------------------------------------------------------------------------------------------
-
-_watches: weakref.WeakKeyDictionary[ProcessGroup, Watch] = weakref.WeakKeyDictionary()
-_at_exit_registered = False
-
-
-def watch(group: ProcessGroup | None) -> Watch | None:
-    """The watch over a group, begun at the first call; None where there is nobody to watch: one rank, a fake group, or
-    a store that makes no second connection."""
-    if not is_shared(group):
-        return None
-    known = _watches.get(group)
-    if known is not None:
-        return known
-    channel = control_channel(group)
-    try:
-        store = channel.open_store("watch")
-    except RuntimeError as error:
-        log.warning("No watch over the ranks of the group, whose store cannot be opened twice: %s", error)
-        return None
-    from graphfuse.probe import host_id
-
-    reference = weakref.ref(group)
-    begun = Watch(
-        store,
-        channel.rank,
-        channel.size,
-        host=host_id(),
-        is_needed=lambda: reference() is not None,
-        timeout=comm_timeout(),
-    )
-    _watches[group] = begun
-    channel.check = begun.check
-    weakref.finalize(group, begun.stop).atexit = False
-    _stop_all_at_exit()
-    return begun
-
-
-def _stop_all_at_exit() -> None:
-    global _at_exit_registered
-    if not _at_exit_registered:
-        _at_exit_registered = True
-        # Runs at the end of the children of multiprocessing too, where atexit does not. A daemon thread inside the
-        # store when the interpreter goes would take the process down with it.
-        from multiprocessing.util import Finalize
-
-        Finalize(None, _stop_all, exitpriority=100)
-
-
-def _stop_all() -> None:
-    for begun in list(_watches.values()):
-        begun.stop()

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfuse.comm.watch import Watch, in_call
+from graphfuse.comm.watch import Watch
+from graphfuse.comm.watching import in_call
 from graphfuse.errors import GenerationError
 from graphfuse.generation.cache import StaticCache
 from graphfuse.generation.completion import Completion, FinishReason, GenerationStats

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from graphfuse.agreement import is_shared, require, require_alike
 from graphfuse.comm.control import control_channel
-from graphfuse.comm.watch import in_call, watch
+from graphfuse.comm.watching import in_call, watch
 from graphfuse.compiler import checked_config, resolve_group
 from graphfuse.compiler import compile as compile_model
 from graphfuse.config import FuseConfig

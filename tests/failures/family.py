@@ -103,7 +103,7 @@ def run(
         pending = {process.sentinel: rank for rank, process in enumerate(processes)}
         while pending and time.monotonic() < end:
             for sentinel in wait(list(pending), timeout=max(0.0, end - time.monotonic())):
-                ended_at[pending.pop(sentinel)] = time.monotonic()  # type: ignore[call-overload]
+                ended_at[pending.pop(sentinel)] = time.monotonic()
         for process in processes:
             if process.is_alive():
                 process.kill()

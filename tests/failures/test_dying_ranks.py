@@ -98,7 +98,7 @@ def test_a_rank_killed_while_another_compiles(record_property):
 
 
 def before_the_first_call(scene):
-    from graphfuse.comm.watch import watch
+    from graphfuse.comm.watching import watch
 
     watch(scene.group)
     if scene.rank == 1:
@@ -162,7 +162,7 @@ def test_a_rank_out_of_memory_that_ends(record_property):
 def test_a_rank_out_of_memory_that_lives_on_ends_the_one_that_is_stuck(record_property):
     first, second = run(2, out_of_memory, True)
     assert first.exit_code == 1 and not first.error
-    check(first, f"^graphfuse: {FAILED}.*This process ends: it waits for that rank in a collective", record_property)
+    check(first, f"^graphfuse: {FAILED}.*This process ends: it is stuck in a collective", record_property)
     assert second.exit_code == 0
 
 
