@@ -28,7 +28,7 @@ class DeclineReport:
     rule: str
     reason: str
     closeness: int = 0
-    """How far the rule got: 0 it found nothing of its pattern, 1 a part of it, 2 all of it, but may not rewrite it."""
+    """How far the rule got: -1 another one is meant, 0 it found nothing of its pattern, 1 a part of it, 2 all of it, but may not rewrite it."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class SiteReport:
     """Whether the reduced value meets the residual stream: an add, or a norm."""
     served_as: tuple[Any, int] | None = None
     """(dtype, hidden size) under which the gate decided."""
+    merged_into: str | None = None
+    """Module path of the reduction that took this one in."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -56,6 +58,7 @@ class SiteReport:
             "op": self.op,
             "backends": list(self.backends),
             "declines": [{"rule": d.rule, "reason": d.reason} for d in self.declines],
+            "merged_into": self.merged_into,
         }
 
     def outcome(self) -> str:
@@ -63,7 +66,7 @@ class SiteReport:
         if self.status == DECLINED:
             closest = max(d.closeness for d in self.declines)
             return "; ".join(dict.fromkeys(d.reason for d in self.declines if d.closeness == closest))
-        return self.op or ""
+        return f"into {self.merged_into}" if self.merged_into is not None else self.op or ""
 
 
 @dataclass

@@ -9,8 +9,9 @@ if TYPE_CHECKING:
 
 
 def default_rules() -> list[Rule]:
-    """The built-in rules in order: the longer pattern first."""
+    """The built-in rules in order: what makes one reduction of two, then fusions, the longer pattern first."""
     from graphfuse.passes.fuse_add_rms_norm import FUSE_ADD_RMS_NORM
     from graphfuse.passes.fuse_rms_norm import FUSE_RMS_NORM
+    from graphfuse.passes.merge_reductions import MERGE_REDUCTIONS
 
-    return [FUSE_ADD_RMS_NORM, FUSE_RMS_NORM]
+    return [MERGE_REDUCTIONS, FUSE_ADD_RMS_NORM, FUSE_RMS_NORM]

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ from graphfuse.passes.graph_reading import aten, is_call, module_path
 from graphfuse.passes.reductions import reductions
 from graphfuse.passes.rule import Context, Decline, Rule, Site, Tier
 from graphfuse.passes.verify_reductions import ledger, verify_reductions
-from graphfuse.report import DECLINED, FUSED, DeclineReport, SiteReport
+from graphfuse.report import DECLINED, FUSED, MERGED, DeclineReport, SiteReport
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,9 @@ def run_passes(
 
     for rule in rules:
         started, matches, declines = time.perf_counter(), 0, 0
-        for node in [n for n in graph.nodes if rule.anchor(n)]:
+        pending = deque(n for n in graph.nodes if rule.anchor(n))
+        while pending:
+            node = pending.popleft()
             if node._erased:  # by a rewrite of this rule, further up
                 continue
             path = module_path(node) or "the top of the model"
@@ -100,10 +103,14 @@ def run_passes(
                 continue
             norm = module_path(outcome.norm) if outcome.norm is not None else None
             with _blame(rule, "rewrites", path):
-                rule.rewrite(graph, outcome, context)
+                successor = rule.rewrite(graph, outcome, context)
             matches += 1
             fuel = None if fuel is None else fuel - 1
-            if reduction_fate is not None:
+            if outcome.merged_into is not None:
+                assert reduction_fate is not None and successor is not None
+                fate_of[successor] = reduction_fate.into = fate_of[outcome.merged_into]
+                pending.appendleft(successor)
+            elif reduction_fate is not None:
                 reduction_fate.fuse(rule, outcome, norm, context)
         if matches:
             graph.eliminate_dead_code()
@@ -143,7 +150,7 @@ def _try(rule: Rule, node: Node, context: Context, config: FuseConfig, fuel: int
     if not isinstance(site, (Site, Decline)):
         raise TypeError(f"match returned {site!r}, not a Site or a Decline")
     if isinstance(site, Decline):
-        return site, int(site.residual)
+        return site, -1 if site.remote else int(site.residual)
     refusal = rule.applies(site, context)
     if refusal is None and fuel is not None and fuel <= 0:
         refusal = Decline("stopped by GRAPHFUSE_FUEL")
@@ -162,6 +169,7 @@ class _Fate:
     served_as: tuple[torch.dtype, int] | None = None
     backends: tuple[dict, ...] = ()
     declines: list[DeclineReport] = field(default_factory=list)
+    into: _Fate | None = None
 
     def fuse(self, rule: Rule, site: Site, norm: str | None, context: Context) -> None:
         self.op, self.norm = site.op, norm
@@ -173,6 +181,8 @@ class _Fate:
         site = SiteReport(self.index, self.module, self.norm, FUSED, self.op, self.backends, (), True, self.served_as)
         if self.op is not None:
             return site
+        if self.into is not None:
+            return dataclasses.replace(site, status=MERGED, merged_into=self.into.module or "(top)")
         declines = self.declines or [DeclineReport("rules", "no rule starts at this reduction")]
         return dataclasses.replace(site, status=DECLINED, declines=tuple(declines), residual=self.residual)
 

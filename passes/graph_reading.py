@@ -32,6 +32,7 @@ VIEWS = frozenset(
     }
 )
 CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype})
+SCALES = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default})
 COPIES = frozenset({aten.copy.default})  # aten.copy_ writes to an input of the graph: a true reader
 
 

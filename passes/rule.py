@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,9 @@ class Decline:
     residual: bool = False
     """The reduced value does meet the residual stream (an add or a norm); `fusion="require"` asks about these."""
 
+    remote: bool = False
+    """Nothing of the pattern is there: the report names the reason of any other rule first."""
+
 
 @dataclass(frozen=True)
 class Site:
@@ -54,6 +57,9 @@ class Site:
     parts: Any
     """The rule's own findings; only its `rewrite` reads them."""
 
+    merged_into: Node | None = None
+    """Another reduction that takes this one in, for rules that merge. `rewrite` returns what stands for both then."""
+
 
 @dataclass(frozen=True)
 class Context:
@@ -65,6 +71,9 @@ class Context:
     decide: Callable[[torch.dtype, int], Decision]
     """The gate's decision for (dtype, hidden size)."""
 
+    placements: dict[str, Any] = field(default_factory=dict)
+    """Filled by the first rule that asks: the placement of every value over the ranks, by name."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -74,7 +83,7 @@ class Rule:
     anchor: Callable[[Node], bool]
     match: Callable[[Node, Context], Site | Decline]
     applies: Callable[[Site, Context], Decline | None]
-    rewrite: Callable[[Graph, Site, Context], None]
+    rewrite: Callable[[Graph, Site, Context], Node | None]
     tier: Tier = Tier.FAITHFUL
 
     reduces: frozenset[object] = frozenset()

@@ -2,8 +2,9 @@
 
 Before the passes the partial sums are the arguments of the all_reduces that somebody reads. Afterwards each, or what a
 rewrite has put in its place, must be the argument of exactly one such all_reduce over the same ranks with the same op,
-or of one fused op; and nobody may read a partial sum who did not before, but through views and casts. So a rule that
-forgets a reduction, doubles one, moves it to another group, puts something in front of it, or reads past it is found.
+or of one fused op, by itself or as a term of a sum of partial sums; and nobody may read a partial sum who did not
+before, but through views and casts. So a rule that forgets a reduction, doubles one, moves it to another group, puts
+something in front of it, or reads past it is found.
 
 The traced graph itself is trusted, not the rewriting; so is what a fused op does with the sum. This follows reductions
 and their arguments, not the placement of every value.
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from graphfuse.errors import ReductionProofError
-from graphfuse.passes.graph_reading import CASTS, VIEWS, aten, is_call, module_path, value
+from graphfuse.passes.graph_reading import CASTS, SCALES, VIEWS, aten, is_call, module_path, value
 from graphfuse.passes.groups import Groups, group_ranks
 from graphfuse.passes.reductions import ALL_REDUCES, COALESCED, c10d, reductions
 from graphfuse.passes.rule import Rule
@@ -78,18 +79,22 @@ def verify_reductions(graph: Graph, before: Ledger, groups: Groups, rules: Colle
     """Raise `ReductionProofError` unless the graph reduces what `before` lists, each exactly once."""
     reducing = _reducing_ops(rules)
     nodes = {node.name: node for node in graph.nodes}
-    found = _entries(graph, groups, reducing)
     after: Counter[Entry] = Counter()
-    for (partial, op, ranks), times in found.items():
-        after[before.partial(partial, nodes), op, ranks] += times
+    summing: set[str] = set()
+    for (argument, op, ranks), times in _entries(graph, groups, reducing).items():
+        partials = [before.partial(argument, nodes)]
+        if op == "sum" and partials == [argument] and argument in nodes:
+            partials = _terms(nodes[argument], before, nodes, summing) or partials
+        for partial in partials:
+            after[partial, op, ranks] += times
     paths = {name: module_path(node) for name, node in nodes.items()}
     faults = [f"{_name(entry, paths)} is no longer reduced" for entry in (before.entries - after)]
     faults += [f"{_name(entry, paths)} is reduced once more than before" for entry in (after - before.entries)]
-    for partial, readers in _readers(graph, {partial for partial, _, _ in found}).items():
+    for partial, readers in _readers(graph, {partial for partial, _, _ in after}).items():
         known = before.readers.get(before.partial(partial, nodes), frozenset())
         faults += [
             f"the partial sum {partial!r} is read by {name!r} before it is reduced"
-            for name in sorted(readers - known)
+            for name in sorted(readers - known - summing)
             if not is_call(nodes[name], *reducing, *ALL_REDUCES, *COALESCED)
         ]
     if not faults:
@@ -98,6 +103,29 @@ def verify_reductions(graph: Graph, before: Ledger, groups: Groups, rules: Colle
         f"Rewriting changed the reductions of the graph: {'; '.join(faults)}. "
         "Switch off the last rule you added (FuseConfig.disabled_rules) or find it with GRAPHFUSE_FUEL=n."
     )
+
+
+def _terms(node: object, before: Ledger, nodes: Mapping[str, Node], summing: set[str]) -> list[str]:
+    """The partial sums of the ledger that a sum of them is made of, each as often as it is added; none if anything else
+    is in it. `summing` gets the names of the ops passed, which read them rightly. Factors are the merging rule's
+    business: it takes those alone that are proved to be equal on every rank."""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return []
+    partial = before.partial(node.name, nodes)
+    if any(partial == known for known, _, _ in before.entries):
+        return [partial]
+    if is_call(node, *VIEWS, *CASTS):
+        terms = _terms(node.args[0], before, nodes, summing)
+    elif is_call(node, aten.add.Tensor, aten.sub.Tensor):
+        left, right = (_terms(operand, before, nodes, summing) for operand in node.args[:2])
+        terms = [*left, *right] if left and right else []
+    elif is_call(node, *SCALES):
+        terms = next(filter(None, (_terms(operand, before, nodes, summing) for operand in node.args[:2])), [])
+    else:
+        terms = []
+    if terms:
+        summing.add(node.name)
+    return terms
 
 
 def _readers(graph: Graph, partials: Collection[str]) -> dict[str, frozenset[str]]:
