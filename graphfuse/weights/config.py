@@ -12,24 +12,24 @@ from transformers import AutoConfig, PretrainedConfig
 from graphfuse.errors import CheckpointError, brief
 from graphfuse.jsonfile import read_json
 
-MOST_LAYERS = 1 << 12
-"""For whatever is named after layers, which each family does in its own way: a list of every layer's type, say, is made
-before anything else could notice that there are 10^9 layers."""
-
 LIMITS = {
-    "num_hidden_layers": MOST_LAYERS,
     "hidden_size": 1 << 20,
     "intermediate_size": 1 << 24,
     "moe_intermediate_size": 1 << 24,
     "vocab_size": 1 << 24,
+    "num_hidden_layers": 1 << 12,
     "num_attention_heads": 1 << 14,
     "num_key_value_heads": 1 << 14,
     "head_dim": 1 << 14,
-    "num_experts": 1 << 14,
+    "num_experts": 1 << 18,
     "num_experts_per_tok": 1 << 14,
     "max_position_embeddings": 1 << 32,
 }
 """Fields that a model divides by, counts to or allocates, and a value ten times any model's."""
+
+LIMITS_BY_LAST_WORD = {"layers": 1 << 12, "layer": 1 << 12, "experts": 1 << 18, "labels": 1 << 20}
+"""The same for what each family names in its own way (n_layer, num_local_experts): a list of every layer's type, say,
+is made before anything else could notice that there are 10^9 layers."""
 
 MAY_BE_ZERO = ("num_experts",)
 
@@ -86,11 +86,11 @@ def _check_values(file: Path, values: Any) -> None:
         section = waiting.pop()
         waiting += [inner for inner in section.values() if isinstance(inner, dict)]
         for field, value in section.items():
-            limit = LIMITS.get(field, MOST_LAYERS if "layer" in field else math.inf)
+            limit = LIMITS.get(field, LIMITS_BY_LAST_WORD.get(field.rpartition("_")[2], math.inf))
             if isinstance(value, int | float) and not value <= limit:  # also NaN
                 raise CheckpointError(
-                    f"{file} has {brief(field)[1:-1]}={brief(value)}, more than any model's. Check or download the file "
-                    "again."
+                    f"{file} has {brief(field)[1:-1]}={brief(value)}, more than any model's. Check or download the "
+                    "file again."
                 )
 
 
@@ -118,6 +118,11 @@ def _check_relations(file: Path, config: PretrainedConfig) -> None:
     if experts and not 1 <= config.num_experts_per_tok <= experts:
         raise CheckpointError(
             f"{file} chooses {config.num_experts_per_tok} of {experts} experts for each token. Check or download it."
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and (type(window) is not int or not 1 <= window < 2**62):
+        raise CheckpointError(
+            f"{file} has sliding_window={brief(window)}. It must be a number of tokens, or null: check the file."
         )
     if not 0 <= config.rms_norm_eps < math.inf:
         raise CheckpointError(f"{file} has rms_norm_eps={config.rms_norm_eps!r}. It must be a small positive number.")

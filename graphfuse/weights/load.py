@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from graphfuse.errors import CheckpointError, ConfigError, GraphfuseError, GroupError, UnsupportedModelError, brief
 from graphfuse.weights import stream
 from graphfuse.weights.config import read_config
-from graphfuse.weights.files import DTYPES, check_links, find_tensors
+from graphfuse.weights.files import DTYPES, StoredTensor, check_links, find_tensors
 
 logger = logging.getLogger("graphfuse")
 
@@ -78,6 +78,8 @@ def load(
     stored = find_tensors(folder)
     if implementation == "transformers":
         return _load_transformers(folder, tp.group, dtype, device)
+    if config.model_type in registry.FAMILIES:
+        _check_counts(folder, config, stored)
     config_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else None
     model_dtype = dtype or stream.default_dtype(config_dtype, stored)
     try:
@@ -127,6 +129,19 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], files: Sequence[str] = 
             f"{name!r} is no local folder, and the hub does not give it ({type(error).__name__}: {error}). Check the "
             "name, the network and the access rights."
         ) from error
+
+
+def _check_counts(folder: Path, config: PretrainedConfig, stored: dict[str, StoredTensor]) -> None:
+    """Every layer has tensors, and every expert unless they are fused: no loop over more of them than there can be."""
+    counts = {"num_hidden_layers": config.num_hidden_layers}
+    if not any(name.endswith(".gate_up_proj") for name in stored):
+        counts["num_experts"] = getattr(config, "num_experts", 0)
+    for field, count in counts.items():
+        if isinstance(count, int) and count > len(stored):
+            raise CheckpointError(
+                f"{folder / 'config.json'} has {field}={count}, but the checkpoint has {len(stored)} tensors. Check "
+                "that it is complete and belongs to its config.json."
+            )
 
 
 def available_device(device: torch.device | str) -> torch.device:
