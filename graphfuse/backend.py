@@ -31,6 +31,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 
 from graphfuse import gate, regions
 from graphfuse.agreement import has_collectives, require_same_graph
+from graphfuse.comm.lost_peer import is_idle
 from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, FusionRequiredError, GroupError, brief
 from graphfuse.executors import check_mode, compile_with_inductor, resolve_executor, run_eagerly
@@ -245,7 +246,7 @@ class Session:
 
     def abandon(self) -> None:
         """`close` after an error. Workspaces that the GPU is still at work in stay: freeing them would wait for it."""
-        if not torch.cuda.is_initialized() or torch.cuda.current_stream().query():
+        if not torch.cuda.is_initialized() or is_idle(torch.cuda.current_stream()):
             self.close()
 
     def close(self) -> None:

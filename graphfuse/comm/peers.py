@@ -7,7 +7,8 @@ of its own, and the number and the shapes of each call as it begins (`graphfuse.
     no beat for SILENCE                                        gone, on another host or in another container
     its last call failed, this rank's did not                  failed, with its error
     it has ended its program, and is waited for                left
-    the same call with other shapes, by a rank that is gone    the shapes are the cause, and are named
+    the same call with other shapes: at once by a rank that    the shapes are the cause, and are named
+        is gone or failed, else once it does not end
     it has not come to the call this rank waits in             late: said in the log, an error only when debugging
 
 A process that is there is never taken for gone, however long it compiles, is stopped, or holds the interpreter's lock.
@@ -23,6 +24,9 @@ from pathlib import Path
 
 SILENCE = 30.0
 """Seconds without a beat after which a rank whose process cannot be looked at counts as gone."""
+
+DIFFERENCE_AFTER = 3.0
+"""Seconds in one call after which another rank's other shapes in it are why it does not end."""
 
 
 @dataclass(frozen=True)
@@ -133,23 +137,36 @@ class Peer:
         return f"rank {self.rank}{process}"
 
 
-def trouble(rank: int, mine: Call, failures: int, peers: Mapping[int, Peer], now: float) -> str | None:
-    """Why this rank, in the call `mine` and after so many failed calls of its own, need not wait any longer: an error
-    message. None while everybody may still come."""
+@dataclass(frozen=True)
+class Trouble:
+    """There is nobody to wait for."""
+
+    message: str
+    in_good_order: bool = False
+    """The others have ended their programs, which is trouble only to a rank that waits for them."""
+
+
+def trouble(
+    rank: int, mine: Call, failures: int, peers: Mapping[int, Peer], now: float, waited: float = 0.0
+) -> Trouble | None:
+    """Why this rank, in the call `mine` for `waited` seconds and after so many failed calls of its own, need not wait
+    any longer. None while everybody may still come."""
     failed = [p for p in peers.values() if p.beat and p.beat.failure and p.beat.failures > failures]
     failed.sort(key=lambda p: (p.beat is not None and str(p.beat.failure).startswith("GroupError"), p.rank))
     gone = [p for p in peers.values() if not p.there or _silent(p, now)]
     lost = [p for p in gone if p.beat is None or (not p.beat.left and not p.beat.failure)]
-    differing = [p for p in lost if p.call.number == mine.number and p.call.shapes != mine.shapes]
+    suspects = peers.values() if waited > DIFFERENCE_AFTER else [*failed, *gone]
+    differing = [p for p in suspects if p.call.number == mine.number and p.call.shapes != mine.shapes]
     if differing:
-        return (
+        ended = f", and {_names(lost)} ended over it" if lost else ""
+        shapes = ", ".join(f"{p.call.shapes} on rank {p.rank}" for p in differing)
+        return Trouble(
             f"The ranks gave different shapes in call {mine.number} ({mine.what}): {mine.shapes} on rank {rank}, "
-            + ", ".join(f"{p.call.shapes} on rank {p.rank}" for p in differing)
-            + f", and {_names(differing)} ended over it. Give every rank inputs of the same shapes."
+            f"{shapes}{ended}. Give every rank inputs of the same shapes."
         )
     if lost:
         where = "; ".join(f"{p.name} is gone without an error{_last(p)}" for p in lost)
-        return (
+        return Trouble(
             f"{where[0].upper()}{where[1:]}. It crashed, was killed, or memory ran out: see its output, and the "
             "kernel's log (dmesg) for killed processes."
         )
@@ -157,11 +174,12 @@ def trouble(rank: int, mine: Call, failures: int, peers: Mapping[int, Peer], now
         peer = failed[0]
         assert peer.beat is not None
         failure = str(peer.beat.failure).rstrip(".")
-        return f"Rank {peer.rank} failed in {peer.call}: {failure}. See the error there first."
+        return Trouble(f"Rank {peer.rank} failed in {peer.call}: {failure}. See the error there first.")
     if gone:
-        return (
+        return Trouble(
             f"{_names(gone).capitalize()} ended the program after call {gone[0].call.number}, and this rank waits in "
-            f"call {mine.number} ({mine.what}). Make the same calls on every rank."
+            f"call {mine.number} ({mine.what}). Make the same calls on every rank.",
+            in_good_order=True,
         )
     return None
 

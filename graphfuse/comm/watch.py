@@ -33,8 +33,8 @@ import torch
 
 from graphfuse import last_words
 from graphfuse.comm.control import ControlChannel
-from graphfuse.comm.lost_peer import first_line, is_of_the_communicator, raise_in
-from graphfuse.comm.peers import Beat, Call, Peer, Place, late, trouble
+from graphfuse.comm.lost_peer import first_line, is_of_the_communicator, raise_in, synchronize
+from graphfuse.comm.peers import Beat, Call, Peer, Place, Trouble, late, trouble
 from graphfuse.errors import GroupError
 
 log = logging.getLogger("graphfuse")
@@ -69,12 +69,14 @@ class Watch:
         self._depth = 0
         self._entered = 0.0
         self._thread_id = 0
-        self._stream: torch.cuda.Stream | None = None
+        self._device: int | None = None
+        self._synchronising: threading.Thread | None = None
+        self._synchronising_since = 0.0
         self._failures = 0
         self._failure: str | None = None
         self._count = 0
         self._store_lost = False
-        self._problem: str | None = None
+        self._problem: Trouble | None = None
         self._problem_at = 0.0
         self._warned = 0
         self._publishing = threading.Lock()
@@ -100,24 +102,21 @@ class Watch:
         # It is half a second old: this rank may have failed since, like the others.
         problem = self._trouble(time.monotonic())
         if problem is not None:
-            raise GroupError(problem)
+            raise GroupError(problem.message)
 
     def _enter(self, what: str, shapes: str) -> None:
-        self._depth += 1
-        if self._depth > 1:
+        if self._depth:
+            self._depth += 1
             return
+        self._entered = time.monotonic()  # before the thread may see that this rank is in a call
         self._call = Call(self._call.number + 1, what, shapes)
-        try:
-            self.check()
-        except GroupError:
-            self._depth = 0
-            raise
+        self.check()
         self._failure = self.verdict = None
         self._thread_id = threading.get_ident()
-        if torch.cuda.is_initialized():
-            self._stream = torch.cuda.current_stream()
+        if self._device is None and torch.cuda.is_initialized():
+            self._device = torch.cuda.current_device()
+        self._depth = 1
         self._use_store(self._calls.set, f"call/{self.rank}", f"{self._call.number}|{what}|{shapes}")
-        self._entered = time.monotonic()
 
     def _leave(self, error: BaseException | None) -> None:
         self._depth -= 1
@@ -130,7 +129,9 @@ class Watch:
         self._failures += 1
         self._failure = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
         self._publish()
-        cause = self.verdict or (self._problem if is_of_the_communicator(error) else None)
+        cause = self.verdict
+        if cause is None and self._problem is not None and is_of_the_communicator(error):
+            cause = self._problem.message
         if cause is not None and not isinstance(error, GroupError):
             raise GroupError(cause) from error
 
@@ -184,45 +185,51 @@ class Watch:
 
     def _judge(self, now: float) -> None:
         waiting = self._depth > 0
-        problem = self._trouble(now)
-        if problem is None and waiting:
-            problem = self._lateness(now - self._entered)
-        if self._problem is None or problem is None:
+        found = self._trouble(now)
+        if found is None and waiting:
+            found = self._lateness(now - self._entered)
+        if found is None or self._problem is None or not waiting:
             self._problem_at = now
-        self._problem = problem
-        if problem is None or not (waiting or self._gpu_is_busy()):
-            self._problem_at = now
+        self._problem = found
+        if found is None:
             return
         # A call that has just begun gets its own time to notice.
         since = now - max(self._problem_at, self._entered)
-        if since >= END_AFTER:
-            self._end(problem)
-        if since >= RAISE_AFTER and waiting and self.verdict is None:
-            self.verdict = problem
-            raise_in(self._thread_id, problem)
+        if (waiting and since >= END_AFTER) or (not found.in_good_order and self._gpu_is_stuck(now)):
+            self._end(found.message)
+        if waiting and since >= RAISE_AFTER and self.verdict is None:
+            self.verdict = found.message
+            raise_in(self._thread_id, found.message)
 
-    def _trouble(self, now: float) -> str | None:
+    def _trouble(self, now: float) -> Trouble | None:
+        waited = now - self._entered if self._depth else 0.0
         heard = not self._store_lost
-        return trouble(self.rank, self._call, self._failures, self._peers, now if heard else 0.0)
+        return trouble(self.rank, self._call, self._failures, self._peers, now if heard else 0.0, waited)
 
-    def _lateness(self, seconds: float) -> str | None:
-        if self._timeout is not None and seconds > self._timeout:
-            return late(self._call, self._peers, seconds)
-        if seconds > LATE_WARNING and self._warned != self._call.number:
-            self._warned = self._call.number
-            if text := late(self._call, self._peers, seconds):
-                log.warning("Rank %d waits: %s", self.rank, text)
+    def _lateness(self, seconds: float) -> Trouble | None:
+        debugging = self._timeout is not None and seconds > self._timeout
+        if not debugging and (seconds <= LATE_WARNING or self._warned == self._call.number):
+            return None
+        text = late(self._call, self._peers, seconds)
+        if text is None or debugging:
+            return Trouble(text) if text else None
+        self._warned = self._call.number
+        log.warning("Rank %d waits: %s", self.rank, text)
         return None
 
-    def _gpu_is_busy(self) -> bool:
-        """Whether work of the last call is still running; what does not say so counts as running."""
-        try:
-            return self._stream is not None and not self._stream.query()
-        except RuntimeError:
-            return True
+    def _gpu_is_stuck(self, now: float) -> bool:
+        """Whether the GPU has not finished for so long what it had been given. Asked only once there is trouble: while
+        a CUDA graph is captured, nobody may ask."""
+        if self._device is None:
+            return False
+        if self._synchronising is None or not self._synchronising.is_alive():
+            self._synchronising_since = now
+            self._synchronising = threading.Thread(target=synchronize, args=(self._device,), daemon=True)
+            self._synchronising.start()
+        return now - self._synchronising_since >= END_AFTER
 
     def _end(self, problem: str) -> NoReturn:
-        stuck = "a collective" if self._stream is None else "a collective, or its GPU in a kernel"
+        stuck = "a collective" if self._device is None else "a collective, or its GPU in a kernel"
         self._failures += 1
         self._failure = f"GroupError: {problem}"
         self._publish()
@@ -232,13 +239,13 @@ class Watch:
     def end_if_stuck(self) -> None:
         """At the end of the program, after a failure: a kernel that waits for a rank that is gone would keep the
         interpreter from freeing the GPU's memory, and so the process from ending."""
-        if self._problem is None and self._failure is None:
+        if self._device is None or (self._problem is None and self._failure is None):
             return
-        end = time.monotonic() + END_AFTER
-        while self._gpu_is_busy():
-            if time.monotonic() > end:
-                self._end(self._problem or "This rank failed.")
-            time.sleep(0.05)
+        finished = threading.Thread(target=synchronize, args=(self._device,), daemon=True)
+        finished.start()
+        finished.join(END_AFTER)
+        if finished.is_alive():
+            self._end(self._problem.message if self._problem is not None else "This rank failed.")
 
     def stop(self) -> None:
         """End the thread, and tell the others that this rank left in good order."""

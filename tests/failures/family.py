@@ -8,8 +8,8 @@
 
     first, second = run(2, body)      # how each ended: `Ended`
 
-Each rank is a process of its own whose group is gloo, with stderr in a file. A rank that is left when the time is up is
-killed, and counts as hung.
+Each rank is a process of its own whose group is gloo (or NCCL, on the GPU of its number), with stderr in a file. A rank
+that is left when the time is up is killed, and counts as hung.
 """
 
 from __future__ import annotations
@@ -77,7 +77,12 @@ class Ended:
 
 
 def run(
-    size: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0, store_on_rank_0: bool = False
+    size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout: float = 30.0,
+    store_on_rank_0: bool = False,
+    backend: str = "gloo",
 ) -> list[Ended]:
     """`body(scene, *args)` on `size` ranks, to the end of all of them."""
     context = mp.get_context("forkserver")
@@ -93,7 +98,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="failure-") as name:
         folder = Path(name)
         processes = [
-            context.Process(target=_rank, args=(rank, size, port, store_on_rank_0, name, body, args))
+            context.Process(target=_rank, args=(rank, size, port, store_on_rank_0, backend, name, body, args))
             for rank in range(size)
         ]
         for process in processes:
@@ -132,15 +137,28 @@ def _read(path: Path) -> str:
 
 
 def _rank(
-    rank: int, size: int, port: int, store_on_rank_0: bool, folder: str, body: Callable, args: tuple[Any, ...]
+    rank: int,
+    size: int,
+    port: int,
+    store_on_rank_0: bool,
+    backend: str,
+    folder: str,
+    body: Callable,
+    args: tuple[Any, ...],
 ) -> None:
     """Body of a process."""
     os.dup2(os.open(f"{folder}/{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = None
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=store_on_rank_0 and rank == 0, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=5))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=5), device_id=device
+    )
     outcome: dict[str, Any] = {}
     try:
         outcome["result"] = body(Scene(rank, size, Path(folder), dist.group.WORLD), *args)

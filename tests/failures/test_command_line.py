@@ -73,6 +73,7 @@ def test_ctrl_c_while_the_ranks_start_leaves_no_process(checkpoint, tmp_path, re
         assert process.returncode == 128 + signal.SIGINT
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_is_named(checkpoint, tmp_path, record_property):
     with generating(checkpoint, tmp_path, lambda _: (tmp_path / "out.jsonl.partial").exists()) as started:
         process, ranks, family = started

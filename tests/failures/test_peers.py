@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from graphfuse.comm.peers import SILENCE, Beat, Call, Peer, Place, late, trouble
+from graphfuse.comm.peers import DIFFERENCE_AFTER, SILENCE, Beat, Call, Peer, Place, late, trouble
 
 NOW = 1000.0
 HERE = Call(7, "forward", "[1, 5]")
@@ -20,8 +20,9 @@ def peer(rank=1, call=HERE, there=True, **beat):
     return known
 
 
-def concluded(*peers, mine=HERE, failures=0, now=NOW):
-    return trouble(0, mine, failures, {p.rank: p for p in peers}, now)
+def concluded(*peers, mine=HERE, failures=0, now=NOW, waited=0.0):
+    found = trouble(0, mine, failures, {p.rank: p for p in peers}, now, waited)
+    return None if found is None else found.message
 
 
 def test_ranks_that_are_there_are_waited_for_wherever_they_are():
@@ -41,6 +42,14 @@ def test_several_that_are_gone_are_all_named():
 def test_other_shapes_in_the_same_call_explain_why_a_rank_is_gone():
     message = concluded(peer(call=Call(7, "forward", "[1, 9]"), there=False))
     assert message.startswith("The ranks gave different shapes in call 7 (forward): [1, 5] on rank 0, [1, 9] on rank 1")
+
+
+def test_other_shapes_of_a_rank_that_is_there_explain_a_call_that_does_not_end():
+    other = peer(call=Call(7, "forward", "[1, 9]"))
+    assert concluded(other, waited=DIFFERENCE_AFTER) is None
+    message = concluded(other, waited=DIFFERENCE_AFTER + 1)
+    assert message.endswith("[1, 9] on rank 1. Give every rank inputs of the same shapes.")
+    assert concluded(peer(), peer(2, Call(6, "forward", "[1, 9]")), waited=100) is None
 
 
 def test_other_shapes_in_another_call_explain_nothing():

@@ -21,11 +21,12 @@ LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--npro
 ROOT = HERE.parent.parent
 
 
-def run(script, *arguments, launch=LAUNCH):
+def run(script, *arguments, launch=LAUNCH, timeout=170):
     """What the script prints as JSON."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [*launch, str(HERE / script), *arguments]
-    child = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=170)
+    environment = {**os.environ, "PYTHONPATH": path}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-6000:]
     return json.loads(next(line for line in child.stdout.splitlines() if line.startswith("{")))
 
