@@ -105,8 +105,8 @@ class Facts:
         ):
             raise obj.error("compute_capability", f"is {brief(capability)}, which is not [major, minor]")
         notes = obj.get("notes", list)
-        if not all(isinstance(note, str) for note in notes):
-            raise obj.error("notes", "holds something that is not a string")
+        if not all(isinstance(note, str) and note.isprintable() for note in notes):
+            raise obj.error("notes", "holds something that is not a string of printable characters")
         return cls(compute_capability=tuple(capability) if capability else None, notes=tuple(notes), **values)
 
 

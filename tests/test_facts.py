@@ -267,6 +267,13 @@ BROKEN_FACTS = {
     "an unknown key": ({"nvlink": True}, "nvlink is not known"),
     "a wrong type": ({"one_host": "yes"}, "one_host is 'yes', which is not true or false"),
     "a bool for a number": ({"world_size": True}, "world_size is True, which is not an integer"),
+    "more ranks than there are": (
+        {"world_size": 10**30},
+        "world_size is 1000000000000000000000000000000, which does not",
+    ),
+    "a capability that is none": ({"compute_capability": [9, -1]}, "compute_capability is [9, -1]"),
+    "a name for terminals": ({"gpu": "\x1b[2J"}, r"gpu is '\x1b[2J', which has characters that cannot be shown"),
+    "a note for terminals": ({"notes": ["\x1b[2J"]}, "notes holds something that is not a string of printable"),
     "no ranks": ({"world_size": 0}, "world_size is 0"),
     "another device": ({"device_type": "tpu"}, "device_type is 'tpu'"),
     "a strange capability": ({"compute_capability": "9.0"}, "compute_capability is '9.0'"),

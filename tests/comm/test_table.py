@@ -96,6 +96,25 @@ def test_a_table_that_was_written_is_read_as_it_was(tmp_path):
     assert TABLE.write(tmp_path / "other.json") == tmp_path / "other.json"
 
 
+@pytest.mark.parametrize("name", ["a/../../b", "/b", "a\\b", "a\0b", "a b\tc"])
+def test_a_table_stays_in_its_folder_whatever_the_device_is_called(name, tmp_path):
+    folder = tmp_path / "tables"
+    assert find_table(name, 2, "bfloat16", [folder]) is None
+    try:
+        file = dataclasses.replace(TABLE, device_name=name).write(folder)
+    except SchemaError as error:
+        assert "characters that cannot be shown" in str(error)
+    else:
+        assert file.resolve().parent == folder
+        assert find_table(name, 2, "bfloat16", [folder]) is not None
+
+
+def test_a_table_whose_name_no_file_can_have_is_an_error_that_says_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"The size table cannot be written: .*too long"):
+        dataclasses.replace(TABLE, device_name="x" * 5000).write(tmp_path)
+    assert find_table("x" * 5000, 2, "bfloat16", [tmp_path]) is None
+
+
 def test_a_written_table_has_a_line_for_each_range_and_each_measured_size(tmp_path):
     lines = [line.strip().rstrip(",") for line in TABLE.write(tmp_path).read_text().splitlines()]
     assert '"dtypes": [ "bfloat16", "float16" ]' in lines
@@ -180,6 +199,14 @@ BROKEN = {
     "unknown key in a class": (at("hidden_sizes", 0, "upto")(1), "hidden_sizes[0].upto is not known"),
     "unknown key in a range": (at(*FIRST, "blocks")(1), "ranges[0].blocks is not known"),
     "the schema before": (at("schema")(1), "schema is 1; this version of graphfuse reads 2"),
+    "no ranks": (at("world_size")(0), "world_size is 0, which is not above zero"),
+    "more bytes than there are": (at(*FIRST, "max_bytes")(2**63), "which does not fit 64 bits"),
+    "no time at all": (at(*MEASURED, "us", "unfused")(0), "measured[0].us.unfused is 0, which is not above zero"),
+    "a time that is none": (
+        at(*MEASURED, "us", "unfused")(float("nan")),
+        "unfused is nan, which is not a finite number",
+    ),
+    "a negative size": (at(*MEASURED, "tokens")(-1), "measured[0].tokens is -1, which is not above zero"),
     "unknown backend": (at(*FIRST, "backend")("nccl"), "backend is 'nccl'"),
     "unknown variant": (at(*FIRST, "variant")("twoshot"), "variant is 'twoshot'; flashinfer has 'oneshot'"),
     "variant of another backend": (at(*FIRST, "backend")("symm_mem"), "symm_mem has 'one_shot', 'two_shot'"),

@@ -33,6 +33,12 @@ def test_prompts_and_messages_are_read_in_order(tmp_path):
         ('{"id": 7, "messages": "a"}', 7, "are not a list of objects"),
         ('{"id": 7, "messages": ["a"]}', 7, "are not a list of objects"),
         ('{"id": 7, "messages": []}', 7, 'The "messages" of line 2 is empty'),
+        ('{"id": 7, "prompt": "a", "prompt": "b"}', None, "the key 'prompt' stands twice"),
+        ('{"id": NaN, "prompt": "a"}', None, 'The "id" of line 2 holds a number that JSON has not'),
+        ('{"id": [1e999], "prompt": "a"}', None, 'The "id" of line 2 holds a number that JSON has not'),
+        ('{"id": 7, "messages": ' + "[" * 9000, None, "nested more than 64 levels deep"),
+        ('{"id": ' + "9" * 5000 + "}", None, "Line 2 is not JSON"),
+        ('{"id": 7}'.encode("utf-16"), None, "Line 2 is not JSON"),
     ],
 )
 def test_a_line_that_cannot_be_used_becomes_an_error_in_its_place(tmp_path, line, id, message):
@@ -41,6 +47,11 @@ def test_a_line_that_cannot_be_used_becomes_an_error_in_its_place(tmp_path, line
     assert [r.prompt for r in records] == ["a", None, "a"]
     assert records[1].id == id
     assert message in records[1].error
+
+
+def test_a_byte_order_mark_and_numbers_that_json_has_not_in_other_keys_are_no_errors(tmp_path):
+    [record] = read(tmp_path, b'\xef\xbb\xbf{"id": 1, "prompt": "a", "score": NaN}')
+    assert record == Record(1, "a")
 
 
 def test_a_line_separator_inside_text_does_not_end_the_line(tmp_path):

@@ -1,6 +1,7 @@
 """A result file says what was measured, what it comes to, and names the key where it is damaged."""
 
 import json
+import math
 import re
 
 import pytest
@@ -78,11 +79,25 @@ def test_spread_is_half_the_range_of_the_middle_half():
         ({"rows": []}, "the key rows is an empty list"),
         ({"extra": 1}, "the key extra is not known"),
         (
+            {"rows": [{"tokens": 0, "hidden": 8, "us": {}, "spread": {}, "dispatched": None}]},
+            "tokens is 0, which is not",
+        ),
+        (
+            {"rows": [{"tokens": 1, "hidden": 8, "us": {"a": 0}, "spread": {}, "dispatched": None}]},
+            "us.a is 0, which is not above zero",
+        ),
+        (
+            {"rows": [{"tokens": 1, "hidden": 8, "us": {"a": 1}, "spread": {"a": math.inf}, "dispatched": None}]},
+            "spread.a is inf, which is not a finite number",
+        ),
+        ({"versions": {"torch": 2}}, "versions.torch is 2, which is not a string or null"),
+        ({"world_size": -2}, "world_size is -2, which is not above zero"),
+        (
             {"rows": [{"tokens": 1, "hidden": 8, "us": {"a": "fast"}, "spread": {}, "dispatched": None}]},
             "us.a is 'fast'",
         ),
     ],
-    ids=["schema", "empty", "unknown", "text"],
+    ids=["schema", "empty", "unknown", "no tokens", "no time", "spread", "version", "no ranks", "text"],
 )
 def test_a_damaged_result_names_the_key(tmp_path, change, message):
     file = tmp_path / "result.json"
