@@ -44,10 +44,9 @@ from graphfuse.passes.driver import run_passes, select_rules
 from graphfuse.passes.dump import Dump
 from graphfuse.passes.groups import Groups
 from graphfuse.passes.outline import outline
-from graphfuse.passes.placement.lattice import Placement
 from graphfuse.passes.reductions import reductions
 from graphfuse.passes.rule import Context, Rule
-from graphfuse.passes.verify_placements import check
+from graphfuse.passes.verify_placements import check, known_placements
 from graphfuse.region_marks import forget_forward_guards
 from graphfuse.report import DECLINED, Report, SiteReport
 
@@ -100,7 +99,7 @@ class Session:
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable:
         started = time.perf_counter()
         self.lowering = False
-        sources = self._inputs.sources(module, Groups.of(self.group)) if self._verifies else []
+        sources = self._inputs.sources(module, Groups.of(self.group))
         sealed = regions.seal(module)
         forget_forward_guards()
         try:
@@ -134,9 +133,9 @@ class Session:
         if self._capture is None and not self.report.num_graphs and (self._first_is_shared or has_collectives(module)):
             require_same_graph(self.group, module)
         context = Context(Groups.of(self.group), lambda dtype, size: self._decide(dtype, size, device))
+        name_inputs(module.graph, sources)
         before = _copy(module) if self._capture else None
-        known = name_inputs(module.graph, sources)
-        self._verify(module, known, context, "The traced model is wrong on several ranks, before any rewriting.")
+        self._verify(module, context, "The traced model is wrong on several ranks, before any rewriting.")
         result = run_passes(
             module,
             self.active_rules,
@@ -146,7 +145,7 @@ class Session:
             dump=Dump(self.config.dump or os.environ.get("GRAPHFUSE_DUMP"), prefix=f"graph{self.report.num_graphs}_"),
         )
         self._spent("passes", result.seconds)
-        self._verify(module, known, context, "Rewriting made the model wrong on several ranks.")
+        self._verify(module, context, "Rewriting made the model wrong on several ranks.")
         self.report.rules = result.rules
         self.report.moe = _moe_layers(module)
         if self.config.moe_config_dir and self.report.moe:
@@ -183,12 +182,12 @@ class Session:
         self._spent("compile", time.perf_counter() - started)
         return compiled
 
-    def _verify(self, module: GraphModule, known: dict[str, Placement], context: Context, what: str) -> None:
+    def _verify(self, module: GraphModule, context: Context, what: str) -> None:
         """The proof of placements, in front of the passes and behind them."""
         if not self._verifies or context.groups.size < 2:
             return
         reducing = frozenset().union(*(rule.reduces for rule in self.active_rules))
-        found = check(module.graph, known, context.groups, reducing)
+        found = check(module.graph, known_placements(module.graph), context.groups, reducing)
         self.report.placements = found.to_json()
         self._spent("placements", found.seconds)
         found.require_no_faults(what)

@@ -54,8 +54,8 @@ class FuseConfig:
     or ends the process where it is stuck (docs/reliability.md). Takes a thread."""
 
     verify_placements: bool | None = None
-    """Follow every value of the graph over the ranks, before and after rewriting, and raise `ReductionProofError` where a
-    partial sum is not reduced exactly once. None: in `graphfuse explain` and `graphfuse.testing`, not in `compile`."""
+    """Follow every value over the ranks, before and after rewriting, and raise `ReductionProofError` where a partial
+    sum is not reduced exactly once. None: in `graphfuse explain` and `graphfuse.testing`, not in `compile`."""
 
     moe_config_dir: str | None = None
     """A folder of tuned MoE kernel configs that is searched before the shipped ones."""

@@ -25,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from graphfuse.module_paths import plain_path
 from graphfuse.passes.groups import Groups
 from graphfuse.passes.placement.lattice import PARTIAL, REPLICATED, Partial, Placement, Shard, Unknown
+from graphfuse.passes.verify_placements import PLACEMENT, SOURCE
 
 _ARGUMENT = re.compile(r"^L\['args'\]\[(\d+)\]")
 _KEYWORD = re.compile(r"^L\['kwargs'\]\['(\w+)'\]|^L\['(\w+)'\](?!\.)")
@@ -92,7 +93,8 @@ def _example(node: Node) -> Any:
 
 def _of_dtensor(tensor: DTensor, groups: Groups) -> Placement:
     for i, placement in enumerate(tensor.placements):
-        if set(_ranks_along(tensor.device_mesh, i)) == set(groups.ranks):
+        to_be_found = not groups.ranks and len(tensor.placements) == 1  # the group is the one that reductions share
+        if to_be_found or set(_ranks_along(tensor.device_mesh, i)) == set(groups.ranks):
             if isinstance(placement, Replicate):
                 return REPLICATED
             if placement.is_partial():
@@ -111,20 +113,14 @@ def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
     return mesh.mesh[tuple(here)].tolist()
 
 
-def name_inputs(graph: Graph, sources: list[Source]) -> dict[str, Placement]:
-    """Placements by the name of an ATen graph's placeholder. Each gets its source's name, for errors to show."""
-    known = {}
+def name_inputs(graph: Graph, sources: list[Source]) -> None:
+    """Note on each placeholder of an ATen graph what it is called and, if anybody knows, its placement."""
     for node in graph.nodes:
-        if node.op != "placeholder":
-            continue
-        index = _dynamo_index(node)
-        if index is None or index >= len(sources):
-            continue
-        source = sources[index]
-        node.meta["graphfuse_source"] = source.name
-        if source.placement is not None:
-            known[node.name] = source.placement
-    return known
+        index = _dynamo_index(node) if node.op == "placeholder" else None
+        if index is not None and index < len(sources):
+            node.meta[SOURCE] = sources[index].name
+            if sources[index].placement is not None:
+                node.meta[PLACEMENT] = sources[index].placement
 
 
 def _dynamo_index(node: Node) -> int | None:

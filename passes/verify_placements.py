@@ -24,9 +24,9 @@ from torch.fx import Graph, Node
 from graphfuse.errors import ReductionProofError
 from graphfuse.passes.graph_reading import aten, module_path, value
 from graphfuse.passes.groups import Groups
-from graphfuse.passes.placement import collectives, fused, pointwise, products, reductions, views
+from graphfuse.passes.placement import collectives, fused, indexing, pointwise, products, reductions, views
 from graphfuse.passes.placement.call import Call, all_replicated, op_name
-from graphfuse.passes.placement.chain import draw, origin
+from graphfuse.passes.placement.chain import SOURCE, draw, origin
 from graphfuse.passes.placement.lattice import (
     INHERITED,
     REPLICATED,
@@ -40,9 +40,15 @@ from graphfuse.passes.placement.lattice import (
     Violation,
 )
 
+__all__ = ["PLACEMENT", "SOURCE", "PlacementFault", "PlacementReport", "UnknownValue", "check", "known_placements"]
+
+PLACEMENT = "graphfuse_placement"
+"""Metadata of a placeholder: its placement."""
+
 RULES: dict[Any, Any] = {
     **pointwise.RULES,
     **views.RULES,
+    **indexing.RULES,
     **products.RULES,
     **reductions.RULES,
     **collectives.RULES,
@@ -99,7 +105,12 @@ class PlacementReport:
     def require_no_faults(self, what: str) -> None:
         """Raise `ReductionProofError` that draws each fault. `what` says whose graph it is, and what to do about it."""
         if self.faults:
-            raise ReductionProofError(f"{what}\n" + "\n".join(map(str, self.faults)))
+            shown = [str(fault) for fault in self.faults[:_MOST_SHOWN]]
+            more = len(self.faults) - len(shown)
+            raise ReductionProofError("\n".join([what, *shown, *([f"... and {more} more"] if more else [])]))
+
+
+_MOST_SHOWN = 5
 
 
 def check(
@@ -148,10 +159,15 @@ def check(
     )
 
 
+def known_placements(graph: Graph) -> dict[str, Placement]:
+    """What is known of a graph's placeholders, from their metadata (see `graphfuse/input_placements.py`)."""
+    return {n.name: n.meta[PLACEMENT] for n in graph.nodes if n.op == "placeholder" and PLACEMENT in n.meta}
+
+
 def _outcome(call: Call, rules: Mapping[Any, Any]) -> Outcome:
     node = call.node
-    if node.op != "call_function":
-        return Unknown(f"a value from {node.op}")
+    if node.op == "get_attr":
+        return REPLICATED  # a constant
     if node.target in _GETITEM:
         return _item(call.found[node.args[0]], node.args[1])  # type: ignore[index]
     rule = rules.get(node.target)

@@ -12,6 +12,9 @@ from graphfuse.passes.graph_reading import module_path
 from graphfuse.passes.placement.call import op_name
 from graphfuse.passes.placement.lattice import Outcome, Replicated
 
+SOURCE = "graphfuse_source"
+"""Metadata of a placeholder: the parameter or argument that it is."""
+
 MOST_LINKS = 8
 """Longer chains leave out the middle."""
 
@@ -63,7 +66,7 @@ def _line(node: Node, found: Mapping[Node, Outcome], *, operands: bool) -> str:
         read = [f"{n.name}: {_show(found[n])}" for n in node.all_input_nodes if n in found] if operands else []
         what = f"{node.name} = {op_name(node)}({', '.join(read)})"
     else:
-        what = "the model's output" if node.op == "output" else str(node.meta.get("graphfuse_source", node.name))
+        what = "the model's output" if node.op == "output" else str(node.meta.get(SOURCE, node.name))
     path = module_path(node)
     shown = _show(found.get(node))
     parts = (what, _shape(node), "" if shown == "unknown" else shown, f"in {path}" if path else "")

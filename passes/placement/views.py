@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
-from graphfuse.passes.graph_reading import aten, value
+from graphfuse.passes.graph_reading import aten
 from graphfuse.passes.placement.call import Call, Operand, all_replicated, is_one, partials
 from graphfuse.passes.placement.lattice import (
     INHERITED,
@@ -30,7 +30,7 @@ from graphfuse.passes.placement.lattice import (
     equal_sizes,
     expression,
 )
-from graphfuse.passes.placement.pointwise import broadcast, choose
+from graphfuse.passes.placement.pointwise import broadcast
 
 
 def same(call: Call) -> Outcome:
@@ -42,7 +42,7 @@ def reshape(call: Call) -> Outcome:
     x = call.first()
     if isinstance(x.placement, Shard):
         return _reshaped(x.placement, x.shape, call.shape)
-    return _without_uniform(x.placement)
+    return without_uniform(x.placement)
 
 
 def _reshaped(shard: Shard, before: Sequence[Any], after: Sequence[Any]) -> Placement:
@@ -68,7 +68,7 @@ def _product(sizes: Sequence[Any]) -> Any:
     return math.prod(expression(size) for size in sizes)
 
 
-def _without_uniform(placement: Placement) -> Placement:
+def without_uniform(placement: Placement) -> Placement:
     return Replicated(zero=placement.zero) if isinstance(placement, Replicated) else placement
 
 
@@ -130,7 +130,7 @@ def repeat(call: Call) -> Outcome:
     new = len(call.shape) - x.dim
     if isinstance(x.placement, Shard):
         return Shard(x.placement.dim + new, x.placement.outer) if x.placement.outer == 1 else INHERITED
-    return _without_uniform(x.placement)
+    return without_uniform(x.placement)
 
 
 def select(call: Call) -> Outcome:
@@ -167,7 +167,7 @@ def stack(call: Call) -> Outcome:
     found = joined(call, operands, None)
     order: list[int | None] = list(range(operands[0].dim))
     order.insert(dim, None)
-    return _moved(_without_uniform(found), order)
+    return _moved(without_uniform(found), order)
 
 
 def joined(call: Call, operands: list[Operand], dim: int | None) -> Placement:
@@ -219,15 +219,13 @@ def pad(call: Call) -> Outcome:
         pads = list(call.node.args[1])  # type: ignore[arg-type]
         dims = {x.dim - 1 - i // 2 for i, amount in enumerate(pads) if not (isinstance(amount, int) and amount == 0)}
         return Unknown("a sharded dimension is padded") if x.placement.dim in dims else x.placement
-    return _without_uniform(x.placement)
+    return without_uniform(x.placement)
 
 
 def triangle(call: Call) -> Outcome:
     """tril, triu: zeros elsewhere."""
     x = call.first()
-    return (
-        Unknown("a triangle of a sharded matrix") if isinstance(x.placement, Shard) else _without_uniform(x.placement)
-    )
+    return Unknown("a triangle of a sharded matrix") if isinstance(x.placement, Shard) else without_uniform(x.placement)
 
 
 def rolled(call: Call) -> Outcome:
@@ -236,87 +234,7 @@ def rolled(call: Call) -> Outcome:
     dims = call.argument("dims") or range(x.dim)
     if isinstance(x.placement, Shard) and x.placement.dim in [d % x.dim for d in dims]:
         return Unknown("elements of a sharded dimension are reordered")
-    return _without_uniform(x.placement)
-
-
-def index(call: Call) -> Outcome:
-    """x[i, j, ...]: linear in x, any function of the indices."""
-    x = call.first()
-    indices = list(call.node.args[1])  # type: ignore[arg-type]
-    given = [(d, call.as_operand(i)) for d, i in enumerate(indices) if i is not None]
-    placements = [o for _, o in given]
-    for o in partials(placements):
-        raise Violation(Kind.NON_LINEAR, o.node, f"{call.name} uses a {o.placement} as an index")
-    if any(isinstance(o.placement, Unknown | Lookup) for o in [x, *placements]):
-        return INHERITED
-    dims = [d for d, _ in given]
-    at = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-    found = broadcast(placements, max(o.dim for o in placements))
-    if isinstance(found, Shard):
-        if isinstance(x.placement, Replicated) and not _has_booleans(placements):
-            return Shard(at + found.dim, found.outer)
-        return Unknown("a value is indexed by a shard")
-    if isinstance(x.placement, Shard):
-        if x.placement.dim in dims or _has_booleans(placements):
-            return Unknown("a sharded dimension is indexed")
-        kept = [d for d in range(x.dim) if d not in dims]
-        where = kept.index(x.placement.dim)
-        num_new = max(o.dim for o in placements)
-        return Shard(where if where < at else where + num_new, x.placement.outer)
-    return _without_uniform(x.placement)
-
-
-def _has_booleans(operands: list[Operand]) -> bool:
-    return any(
-        (t := value(o.node)) is not None and not t.dtype.is_floating_point and t.dtype.itemsize == 1 for o in operands
-    )
-
-
-def index_put(call: Call) -> Outcome:
-    x, written = call.first(), call.operand("values")
-    indices = [call.as_operand(i) for i in call.node.args[1] if i is not None]  # type: ignore[union-attr]
-    for o in partials(indices):
-        raise Violation(Kind.NON_LINEAR, o.node, f"{call.name} uses a {o.placement} as an index")
-    if all_replicated([x, written, *indices]):
-        return REPLICATED
-    if not all_replicated(indices):
-        return Unknown("a value is written where a shard says") if not _any_unknown(indices) else INHERITED
-    if isinstance(x.placement, Lookup):
-        return choose(call, indices[0], [x, written]) if _has_booleans(indices[:1]) else INHERITED
-    if isinstance(x.placement, Shard) or isinstance(written.placement, Shard):
-        first = len(call.node.args[1])  # type: ignore[arg-type]
-        whole = isinstance(written.placement, Replicated) and written.dim == 0
-        if isinstance(x.placement, Shard) and whole and x.placement.dim >= first:
-            return x.placement
-        return Unknown("a part of a shard is written to")
-    return joined(call, [x, written], None)
-
-
-def _any_unknown(operands: list[Operand]) -> bool:
-    return any(isinstance(o.placement, Unknown) for o in operands)
-
-
-def take(call: Call) -> Outcome:
-    """gather, index_select: as `index`, along one dimension."""
-    x, at = call.first(), call.operand("index")
-    for o in partials([at]):
-        raise Violation(Kind.NON_LINEAR, o.node, f"{call.name} uses a {o.placement} as an index")
-    if not isinstance(at.placement, Replicated):
-        return INHERITED if isinstance(at.placement, Unknown) else Unknown("a value is indexed by a shard")
-    if isinstance(x.placement, Shard) and x.placement.dim == call.argument("dim") % x.dim:
-        return Unknown("a sharded dimension is indexed")
-    return _without_uniform(x.placement)
-
-
-def embedding(call: Call) -> Outcome:
-    table, ids = (call.as_operand(argument) for argument in call.node.args[:2])
-    for o in partials([ids]):
-        raise Violation(Kind.NON_LINEAR, o.node, f"{call.name} uses a {o.placement} as an index")
-    if not isinstance(ids.placement, Replicated):
-        return INHERITED if isinstance(ids.placement, Unknown) else Unknown("a table is read at a shard of ids")
-    if isinstance(table.placement, Shard):
-        return Lookup() if table.placement.dim == 0 else Shard(ids.dim)
-    return _without_uniform(table.placement)
+    return without_uniform(x.placement)
 
 
 RULES = {
@@ -343,8 +261,4 @@ RULES = {
     aten.constant_pad_nd.default: pad,
     **dict.fromkeys((aten.tril.default, aten.triu.default), triangle),
     **dict.fromkeys((aten.flip.default, aten.roll.default), rolled),
-    aten.index.Tensor: index,
-    **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), index_put),
-    **dict.fromkeys((aten.gather.default, aten.index_select.default), take),
-    aten.embedding.default: embedding,
 }  # fmt: skip
