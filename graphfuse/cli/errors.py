@@ -24,7 +24,8 @@ def plain_errors() -> Iterator[None]:
         yield
     except GraphfuseError as error:
         sys.stdout.flush()
-        last_words.leave(str(error), int(os.environ.get("RANK", "0")))
+        rank = os.environ.get("RANK", "")
+        last_words.leave(str(error), int(rank) if rank.isdecimal() else 0)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None

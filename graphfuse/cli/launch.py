@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphfuse.cli.errors import INTERRUPTED, print_error
-from graphfuse.errors import GroupError
+from graphfuse.errors import GroupError, brief
 from graphfuse.last_words import RUN_ID_PREFIX, started_by_us
 
 if TYPE_CHECKING:
@@ -41,15 +41,24 @@ def is_rank() -> bool:
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK", 0)
+
+
+def _number(variable: str, default: int) -> int:
+    """What torchrun told this rank. Raises `GroupError` if it cannot have."""
+    text = os.environ.get(variable, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise GroupError(f"{variable}={brief(text)} is not a number. Start the ranks with torchrun, or unset it.")
+    return int(text)
 
 
 def check_ranks(tp: int | None) -> int:
     """The number of ranks: `tp`, or what torchrun started. Raises `GroupError` if the two differ."""
-    started = int(os.environ["WORLD_SIZE"]) if is_rank() else None
+    started = _number("WORLD_SIZE", 1) if is_rank() else None
     wanted = tp if tp is not None else started or 1
     if started is not None and started != wanted:
         raise GroupError(f"torchrun started {started} ranks but --tp is {wanted}. Make them equal, or leave --tp out.")
+    rank()  # raises if it is none
     if wanted < 1:
         raise GroupError(f"--tp {wanted} is not a number of ranks. Use 1 or more.")
     return wanted
@@ -119,7 +128,7 @@ def joined(num_ranks: int, device_type: str) -> Iterator[tuple[torch.device, dis
     import torch
     import torch.distributed as dist
 
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = _number("LOCAL_RANK", 0)
     _end_with_the_launcher()
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)

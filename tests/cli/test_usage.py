@@ -5,6 +5,10 @@ import sys
 
 import pytest
 
+from graphfuse.cli import launch
+from graphfuse.cli.errors import plain_errors
+from graphfuse.errors import GroupError
+
 
 def test_help_lists_the_commands_without_loading_torch(graphfuse):
     code = (
@@ -62,3 +66,21 @@ def test_torchrun_and_tp_must_agree(graphfuse):
     result = graphfuse("generate", "--model", "m", "--prompt", "a", "--tp", "2", RANK="0", WORLD_SIZE="4")
     assert result.returncode == 1
     assert "torchrun started 4 ranks but --tp is 2" in result.stderr
+
+
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+@pytest.mark.parametrize("text", ["", "x", "-1", "²", "1e3", "9" * 5000])
+def test_a_rank_that_torchrun_cannot_have_given_is_an_error(variable, text, monkeypatch):
+    values = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | {variable: text}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(GroupError, match=rf"{variable}='.*' is not a number|{variable}='9+… is not a number"):  # noqa: SIM117
+        with launch.joined(launch.check_ranks(None), "cpu"):
+            pass
+
+
+def test_an_error_is_said_whatever_the_rank_is_called(capfd, monkeypatch):
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(SystemExit), plain_errors():
+        raise GroupError("What is wrong.")
+    assert "What is wrong." in capfd.readouterr().err
