@@ -20,7 +20,7 @@ class Dump:
         if self._folder is not None:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: no name that a folder can have
                 raise ConfigError(
                     f"dump={folder!r} cannot be made a folder ({error}). Give a writable path."
                 ) from error

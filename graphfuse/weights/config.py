@@ -86,6 +86,11 @@ def _check_values(file: Path, values: Any) -> None:
         section = waiting.pop()
         waiting += [inner for inner in section.values() if isinstance(inner, dict)]
         for field, value in section.items():
+            if field.lstrip("_") in ("attn_implementation", "experts_implementation") and "/" in str(value):
+                raise CheckpointError(
+                    f"{file} has {field}={brief(value)}, a kernel that transformers would download and run. Remove it, "
+                    "and set it yourself if you want it."
+                )
             limit = LIMITS.get(field, LIMITS_BY_LAST_WORD.get(field.rpartition("_")[2], math.inf))
             if isinstance(value, int | float) and not value <= limit:  # also NaN
                 raise CheckpointError(

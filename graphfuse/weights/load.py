@@ -126,8 +126,8 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], files: Sequence[str] = 
         return Path(snapshot_download(name, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{name!r} is no local folder, and the hub does not give it ({type(error).__name__}: {error}). Check the "
-            "name, the network and the access rights."
+            f"{brief(name)} is no local folder, and the hub does not give it "
+            f"({type(error).__name__}: {brief(error, 300)}). Check the name, the network and the access rights."
         ) from error
 
 

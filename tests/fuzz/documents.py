@@ -57,7 +57,7 @@ class Pairs:
     items: tuple[tuple[str, Any], ...]
 
 
-PLAIN = (None, True, False, [], {}, [[]], [None], 0, 1, -1, 2, 3, 0.5, 0.0, -0.0)
+PLAIN: tuple[Any, ...] = (None, True, False, [], {}, [[]], [None], 0, 1, -1, 2, 3, 0.5, 0.0, -0.0)
 NUMBERS = (7, 255, 2**31, 2**63 - 1, 2**63, 2**64, 10**30, -(10**30), 10**400, 1e-308, 1e308)
 RAW = [
     Raw(text)

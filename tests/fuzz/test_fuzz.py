@@ -24,7 +24,7 @@ from tests.fuzz.parsers import PARSERS
 
 CORPUS = Path(__file__).parent / "corpus"
 SECONDS = float(os.environ.get("GRAPHFUSE_FUZZ_SECONDS", "600"))
-EXAMPLES = {"config": 120, "tokenizer": 100}
+EXAMPLES = {"config": 400, "tokenizer": 300, "table": 300}
 SMALL = 4096
 PLAIN: dict[str, Any] = {
     "deadline": None,
@@ -72,7 +72,7 @@ def test_what_once_took_a_way_of_its_own_is_still_answered(box):
 
 
 def test_only_our_errors_come_out(box):
-    @settings(**PLAIN, max_examples=EXAMPLES.get(box.parser.name, 300), derandomize=True)
+    @settings(**PLAIN, max_examples=EXAMPLES.get(box.parser.name, 500), derandomize=True)
     @given(data=strategy(box.parser.inputs))
     def feed(data: bytes) -> None:
         box.feed(data)

@@ -132,6 +132,15 @@ def test_an_adapter_is_not_applied_by_transformers_unasked(hostile):
         load(hostile, implementation="transformers")
 
 
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize("value", ["kernels-community/flash-attn", {"text_config": "org/kernel"}], ids=str)
+def test_a_kernel_that_transformers_would_download_and_run_is_refused(hostile, field, value):
+    change(hostile / "config.json", **{field: value})
+    for use in (load, lambda folder: load(folder, implementation="transformers"), lambda f: explain_checkpoint(f, 2)):
+        with pytest.raises(CheckpointError, match=f"{field}=.*a kernel that transformers would download and run"):
+            use(hostile)
+
+
 # Links
 
 
