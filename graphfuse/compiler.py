@@ -248,7 +248,7 @@ class CompiledModel(nn.Module):
         """Go on with the next way to trace, which is noted in the report; raise when there is none."""
         self._compiled = None
         if self._watch is not None:
-            self._watch.check()
+            self._watch.insist()
         if len(self._attempts) == 1 or model_may_have_raised(reason):
             self._attempts, self._notes = _attempts(self._orig_mod), []
             if model_may_have_raised(reason) is not False:

@@ -50,6 +50,7 @@ def generate(
     disable_rule: Annotated[list[str] | None, typer.Option(help="A rule to leave out; may be repeated.")] = None,
     tier: Annotated[str, typer.Option(help="faithful or relaxed.")] = "faithful",
     verify: Annotated[bool, typer.Option(help="Prove that each partial sum is reduced exactly once.")] = True,
+    watch: Annotated[bool, typer.Option(help="Notice ranks that are gone or have failed, and end.")] = True,
     moe_config_dir: Annotated[str | None, typer.Option(help="Folder of tuned MoE kernel configs.")] = None,
     dump: Annotated[str | None, typer.Option(help="Folder for the graphs before and after.")] = None,
 ) -> None:
@@ -82,6 +83,7 @@ def generate(
             allreduce=allreduce,
             tier=tier,
             verify=verify,
+            watch=watch,
             moe_config_dir=moe_config_dir,
             dump=dump,
         )

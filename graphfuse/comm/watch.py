@@ -58,7 +58,7 @@ class Watch:
         rank, size = channel.rank, channel.size
         self.rank, self.size = rank, size
         self.verdict: str | None = None
-        """Why this rank was stopped, once it has been told so by force."""
+        """Why this rank was stopped by force in its call, if it was."""
         self._calls, self._beats = channel.open_store("watch"), channel.open_store("watch")
         self._beats.set_timeout(STORE_TIMEOUT)
         self._place = Place.here(host)
@@ -103,6 +103,11 @@ class Watch:
         problem = self._trouble(time.monotonic())
         if problem is not None:
             raise GroupError(problem.message)
+
+    def insist(self) -> None:
+        """Raise `GroupError` again if this rank was stopped by force in this call, and something has caught it."""
+        if self.verdict is not None:
+            raise GroupError(self.verdict)
 
     def _enter(self, what: str, shapes: str) -> None:
         if self._depth:
