@@ -66,8 +66,9 @@ RAW = [
 DEEP = [Raw("[" * depth + "]" * depth) for depth in (60, 70, 3000, 9000)] + [Raw('{"a":' * 900 + "1" + "}" * 900)]
 TEXTS = (
     "", " ", "x", "-1", "²", "é", "🙂", "\0", "\x1b[31m", "\n", "\u2028", "x" * 300, "x" * 5000, "nan", "{}", "%s",
-    ".", "..", "/", "../outside/secret.json", "../outside/secret.safetensors", "/etc/hostname", "a\\b", "~", "C:x",
-    "https://localhost/x", "code.Canary", "code--code.Canary", "__class__", "__proto__", "None",
+    ".", "..", "/", "../outside/secret.json", "../outside/secret.safetensors", "@outside/secret.json", "@outside",
+    "/etc/hostname", "a\\b", "~", "C:x", "con", "https://localhost/x", "code.Canary", "code--code.Canary", "__class__",
+    "__proto__", "None",
 )  # fmt: skip
 
 

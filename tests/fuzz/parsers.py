@@ -174,8 +174,8 @@ TOKENIZERS = [
 TOKENIZER_WORDS = [
     *keys_of(TOKENIZERS), "vocab_file", "merges_file", "gguf_file", "tokenizer_file", "special_tokens_map_file",
     "LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer", "GemmaTokenizer", "BertTokenizer", "T5Tokenizer",
-    "init_inputs", "extra_special_tokens", "fast_tokenizer_files", ["../outside/vocab.json"] * 2,
-    "../outside/vocab.json",
+    "init_inputs", "extra_special_tokens", "fast_tokenizer_files", ["@outside/vocab.json"] * 2,
+    "@outside/vocab.json", "../outside/vocab.json",
 ]  # fmt: skip
 
 
