@@ -103,6 +103,11 @@ class PromptEncoder:
         token_ids = self._token_ids(prompt, name)
         if not token_ids:
             raise GenerationError(f"{name} is empty. Give at least one token to continue from.")
+        if max(token_ids) >= self._vocab_size:
+            raise GenerationError(
+                f"{name} has the token id {max(token_ids)}, but the model's vocabulary has {self._vocab_size} ids. "
+                "Check that the tokenizer belongs to the model."
+            )
         if len(token_ids) >= self._max_length:
             raise GenerationError(
                 f"{name} has {len(token_ids)} tokens, which leaves no room in a context of {self._max_length}. "
