@@ -31,7 +31,7 @@ def resolve(config: PretrainedConfig) -> type[CausalLM]:
     family = FAMILIES.get(config.model_type)
     architectures = getattr(config, "architectures", None) or []
     if family is None or (architectures and not any(name.endswith("ForCausalLM") for name in architectures)):
-        what = brief(config.model_type) + (f" ({brief(', '.join(architectures))})" if architectures else "")
+        what = brief(config.model_type) + (f" ({brief(', '.join(architectures))[1:-1]})" if architectures else "")
         raise UnsupportedModelError(
             f"There is no model definition for {what}; known, as causal language models: "
             f"{', '.join(sorted(FAMILIES))}. "
