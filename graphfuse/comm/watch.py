@@ -180,11 +180,12 @@ class Watch:
     def _read(self, now: float) -> None:
         for rank, peer in self._peers.items():
             if peer.place is None:
-                if not self._beats.check([f"place/{rank}", f"beat/{rank}"]):
+                if not self._beats.check([f"place/{rank}"]):
                     continue
                 host, pid, started = self._beats.get(f"place/{rank}").decode().rsplit("|", 2)
                 peer.place = Place(host, int(pid), int(started))
-            peer.hear(Beat.from_text(self._beats.get(f"beat/{rank}")), now)
+            if peer.beat or self._beats.check([f"beat/{rank}"]):
+                peer.hear(Beat.from_text(self._beats.get(f"beat/{rank}")), now)
             if peer.call.number or self._beats.check([f"call/{rank}"]):
                 peer.call = Call.from_text(self._beats.get(f"call/{rank}").decode())
 

@@ -41,8 +41,9 @@ def logits(group, family, executor):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3_moe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_logits_are_bitwise_equal_from_run_to_run_and_call_to_call(ranks, family, executor):
     runs = [ranks.run(2, logits, family, executor, timeout=280) for _ in range(2)]
     assert runs[0] == runs[1]

@@ -12,7 +12,7 @@ ROW = re.compile(r"^\| (.+) \| (.+) \| ([\d.]+) \| `(test_\w+)` \|$", re.MULTILI
 ROWS = [match.groups() for match in ROW.finditer(TEXT)]
 
 
-def tests_that_measure() -> set[str]:
+def measuring_tests() -> set[str]:
     """The tests that record seconds."""
     found = set()
     for path in (ROOT / "tests" / "failures").glob("test_*.py"):
@@ -27,7 +27,7 @@ def _measures(test: ast.FunctionDef) -> bool:
 
 
 def test_rows_and_tests_are_the_same():
-    assert {test for *_, test in ROWS} == tests_that_measure()
+    assert {test for *_, test in ROWS} == measuring_tests()
 
 
 def test_every_failure_was_named_within_ten_seconds():

@@ -34,9 +34,8 @@ GONE = r"Rank 1 \(process \d+\) is gone without an error, last in call \d+"
 
 def compiled(scene: Scene, allreduce: str):
     torch.manual_seed(0)
-    model = Model(group=scene.group).to("cuda", torch.bfloat16)
     config = FuseConfig(allreduce=allreduce, executor="eager")
-    model = graphfuse.compile(model, scene.group, config=config)
+    model = graphfuse.compile(Model(group=scene.group).to("cuda", torch.bfloat16), scene.group, config=config)
     for _ in range(3):
         model(ids(1, 5).cuda())
     torch.cuda.synchronize()
@@ -160,7 +159,7 @@ ROWS = {
 def judged(row: object, allreduce: str, rank: int, ended: Ended, pattern: str) -> dict:
     good = ended.exit_code is not None and ended.seconds < LIMIT and re.search(pattern, ended.said) is not None
     return {
-        "row": row.__name__,  # type: ignore[attr-defined]
+        "row": row.__name__,
         "allreduce": allreduce,
         "rank": rank,
         "good": good,
