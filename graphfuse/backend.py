@@ -135,7 +135,7 @@ class Session:
         context = Context(Groups.of(self.group), lambda dtype, size: self._decide(dtype, size, device))
         name_inputs(module.graph, sources)
         before = _copy(module) if self._capture else None
-        self._verify(module, context, "The traced model is wrong on several ranks, before any rewriting.")
+        self._verify(module, context, "The traced model is wrong on several ranks, before any rewriting", _MEND_MODEL)
         result = run_passes(
             module,
             self.active_rules,
@@ -145,7 +145,7 @@ class Session:
             dump=Dump(self.config.dump or os.environ.get("GRAPHFUSE_DUMP"), prefix=f"graph{self.report.num_graphs}_"),
         )
         self._spent("passes", result.seconds)
-        self._verify(module, context, "Rewriting made the model wrong on several ranks.")
+        self._verify(module, context, "Rewriting made the model wrong on several ranks", _FIND_RULE)
         self.report.rules = result.rules
         self.report.moe = _moe_layers(module)
         if self.config.moe_config_dir and self.report.moe:
@@ -182,7 +182,7 @@ class Session:
         self._spent("compile", time.perf_counter() - started)
         return compiled
 
-    def _verify(self, module: GraphModule, context: Context, what: str) -> None:
+    def _verify(self, module: GraphModule, context: Context, what: str, advice: str) -> None:
         """The proof of placements, in front of the passes and behind them."""
         if not self._verifies or context.groups.size < 2:
             return
@@ -190,7 +190,7 @@ class Session:
         found = check(module.graph, known_placements(module.graph), context.groups, reducing)
         self.report.placements = found.to_json()
         self._spent("placements", found.seconds)
-        found.require_no_faults(what)
+        found.require_no_faults(what, advice)
 
     def _spent(self, stage: str, seconds: float) -> None:
         self.report.seconds[stage] = self.report.seconds.get(stage, 0.0) + seconds
@@ -256,6 +256,10 @@ class Session:
             for group, dtype, hidden_size in self._workspaces:
                 pool.release(group, dtype=dtype, hidden_size=hidden_size)
             self._workspaces.clear()
+
+
+_MEND_MODEL = "Mend the model, or what it says of its parameters, where the arrows end."
+_FIND_RULE = "Switch off the last rule you added (FuseConfig.disabled_rules) or find it with GRAPHFUSE_FUEL=n."
 
 
 # --- torch.compile(model, backend="graphfuse") ----------------------------------------------------------------------

@@ -102,12 +102,13 @@ class PlacementReport:
             "seconds": round(self.seconds, 3),
         }
 
-    def require_no_faults(self, what: str) -> None:
-        """Raise `ReductionProofError` that draws each fault. `what` says whose graph it is, and what to do about it."""
+    def require_no_faults(self, what: str, advice: str) -> None:
+        """Raise `ReductionProofError` that says whose graph is wrong, draws each fault, and says what to do."""
         if self.faults:
             shown = [str(fault) for fault in self.faults[:_MOST_SHOWN]]
             more = len(self.faults) - len(shown)
-            raise ReductionProofError("\n".join([what, *shown, *([f"... and {more} more"] if more else [])]))
+            lines = [f"{what}:", *shown, *([f"... and {more} more"] if more else []), advice]
+            raise ReductionProofError("\n".join(lines))
 
 
 _MOST_SHOWN = 5

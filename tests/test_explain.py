@@ -50,7 +50,15 @@ def test_more_ranks_than_the_host_has_gpus_are_several_hosts(llama):
 
 
 def test_one_rank_has_nothing_to_reduce(llama):
-    assert explain_checkpoint(llama, 1).totals["all_reduce"] == 0
+    report = explain_checkpoint(llama, 1)
+    assert report.totals["all_reduce"] == 0
+    assert not report.placements
+
+
+def test_every_value_is_proved_to_be_reduced_once(llama):
+    report = explain_checkpoint(llama, 2)
+    assert report.placements["unknown"] == 0
+    assert f"placements: proved {report.placements['proved']} values, 0 unknown" in str(report)
 
 
 def test_mistakes_are_named(llama, tmp_path):
@@ -81,6 +89,8 @@ def test_a_family_of_transformers_is_explained_with_its_own_plan(tmp_path):
     report = explain_checkpoint(saved(config, tmp_path), 2)
     assert report.totals["all_reduce"] >= 4
     assert {site.op for site in report.sites if site.module.endswith("o_proj")} == {"all_reduce_rms_norm"}
+    # Its attention is whole, and the part of it that a rank multiplies is cut out at a place that depends on the rank.
+    assert {entry["module"].rpartition(".")[2] for entry in report.placements["reasons"]} == {"o_proj"}
 
 
 def test_a_family_that_nobody_can_shard_is_an_error_that_says_what_was_tried(tmp_path):

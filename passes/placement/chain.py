@@ -51,7 +51,7 @@ def _from_reduction(whole: Node) -> list[Node]:
 
 
 def draw(chain: list[Node], end: Node, found: Mapping[Node, Outcome]) -> str:
-    """One line a value, with its operands where the chain starts and where it ends."""
+    """One line a value, with its operands' placements where the chain starts and where it ends."""
     lines = [_line(node, found, operands=i == 0) for i, node in enumerate(chain)]
     left_out = len(lines) - MOST_LINKS
     if left_out > 0:
@@ -63,7 +63,7 @@ def draw(chain: list[Node], end: Node, found: Mapping[Node, Outcome]) -> str:
 
 def _line(node: Node, found: Mapping[Node, Outcome], *, operands: bool) -> str:
     if node.op == "call_function":
-        read = [f"{n.name}: {_show(found[n])}" for n in node.all_input_nodes if n in found] if operands else []
+        read = [f"{n.name}: {_show(found[n])}" if operands else n.name for n in node.all_input_nodes if n in found]
         what = f"{node.name} = {op_name(node)}({', '.join(read)})"
     else:
         what = "the model's output" if node.op == "output" else str(node.meta.get(SOURCE, node.name))

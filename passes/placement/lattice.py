@@ -15,7 +15,6 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Node
 
@@ -105,4 +104,12 @@ def expression(size: Any) -> Any:
 def equal_sizes(a: Any, b: Any) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    return a == b or sympy.expand(a - b) == 0
+    return bool(a == b or (a - b).expand() == 0)
+
+
+def quotient(a: Any, b: Any) -> Any:
+    """a / b if it is whole, else None."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if a % b == 0 else None
+    found = (a / b).cancel()
+    return found if found.as_numer_denom()[1] == 1 else None

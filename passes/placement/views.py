@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
 from torch.fx import Node
 
 from graphfuse.passes.graph_reading import aten
@@ -29,6 +28,7 @@ from graphfuse.passes.placement.lattice import (
     Violation,
     equal_sizes,
     expression,
+    quotient,
 )
 from graphfuse.passes.placement.pointwise import broadcast
 
@@ -57,9 +57,8 @@ def _reshaped(shard: Shard, before: Sequence[Any], after: Sequence[Any]) -> Plac
         tokens = not isinstance(before[shard.dim], int)
         return Shard(candidates[-1 if tokens else 0])
     for dim in range(len(after)):
-        inside = sympy.cancel(in_front / sympy.sympify(_product(after[:dim])))
-        behind = sympy.cancel(sympy.sympify(_product(after[: dim + 1])) / in_front)
-        if sympy.denom(inside) == 1 and sympy.denom(behind) == 1 and behind != 1:
+        inside, behind = quotient(in_front, _product(after[:dim])), quotient(_product(after[: dim + 1]), in_front)
+        if inside is not None and behind is not None and behind != 1:
             return Shard(dim, inside)
     return Unknown("a view after which it is not clear along which dimension the value is sharded")
 

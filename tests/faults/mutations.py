@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from graphfuse.passes.graph_reading import is_call, readers, same_dim, same_shape, value
 from graphfuse.passes.placement.fused import REDUCING
-from graphfuse.passes.placement.lattice import Kind, Lookup, Outcome, Replicated, Shard
+from graphfuse.passes.placement.lattice import Kind, Lookup, Outcome, Partial, Replicated, Shard
 from graphfuse.passes.reductions import reductions
 
 aten = torch.ops.aten
@@ -197,20 +197,26 @@ def maximum(site: Site) -> bool:
     return True
 
 
-def gated_by_a_shard(site: Site) -> bool:
-    """As a merge of reductions would leave it whose gate is not equal on every rank."""
-    partial = value(site.partial)
-    assert partial is not None
+def gate_of_this_rank(site: Site, scaled: Node) -> Node | None:
+    """A column of a sharded value, of the rows of the value that it is to scale: a gate in which ranks differ."""
+    whole = value(scaled)
+    assert whole is not None
+    dim = whole.dim() - 1
     for node in site.before():
-        tensor, placement = value(node), site.sound.get(node.name)
-        if tensor is None or tensor.dim() != partial.dim() or placement != Shard(partial.dim() - 1):
+        tensor = value(node)
+        if node > scaled or tensor is None or tensor.dim() != whole.dim() or site.sound.get(node.name) != Shard(dim):
             continue
-        if all(same_dim(a, b) for a, b in zip(tensor.shape[:-1], partial.shape[:-1], strict=True)):
-            with site.graph.inserting_before(site.reduction):
-                gate = new(site.graph, node, aten.slice.Tensor, node, partial.dim() - 1, 0, 1)
-                gate.meta["val"] = tensor.narrow(-1, 0, 1)
-            return put_in_front(site, aten.mul.Tensor, gate)
-    return False
+        if all(same_dim(a, b) for a, b in zip(tensor.shape[:-1], whole.shape[:-1], strict=True)):
+            with site.graph.inserting_after(node):
+                gate = new(site.graph, node, aten.slice.Tensor, node, dim, 0, 1)
+            gate.meta["val"] = tensor.narrow(-1, 0, 1)
+            return gate
+    return None
+
+
+def gated_by_a_shard(site: Site) -> bool:
+    gate = gate_of_this_rank(site, site.partial)
+    return gate is not None and put_in_front(site, aten.mul.Tensor, gate)
 
 
 def unmasked(site: Site) -> bool:
@@ -247,7 +253,7 @@ TRACED = [
     fault(returned, Kind.OUTPUT),
     fault(doubled, Kind.TWICE),
     fault(doubled_later, Kind.TWICE),
-    fault(moved_behind_the_add, Kind.RESIDUAL, Kind.BIAS),
+    fault(moved_behind_the_add, *MISREAD),
     fault(reduced_in_part, Kind.MIXED),
     fault(activated, Kind.NON_LINEAR),
     fault(squared, Kind.NON_LINEAR),
@@ -317,6 +323,21 @@ def bias_on_every_rank(site: Site) -> bool:
     return partial.meta.pop(ONE_RANK_ADDS, False)
 
 
+def merged_gate_of_this_rank(site: Site) -> bool:
+    """The gate of a merged reduction, routed + gate * shared, is replaced by one that ranks differ in."""
+    pending = [site.partial]
+    while pending:
+        node = pending.pop()
+        gates = [n for n in node.all_input_nodes if isinstance(site.sound.get(n.name), Replicated)]
+        if is_call(node, aten.mul.Tensor) and gates:
+            own = gate_of_this_rank(site, node)
+            if own is not None:
+                node.replace_input_with(gates[0], own)
+            return own is not None
+        pending += [n for n in node.all_input_nodes if isinstance(site.sound.get(n.name), Partial)]
+    return False
+
+
 def activated_before_fusion(site: Site) -> bool:
     return put_in_front(site, aten.silu.default)
 
@@ -327,6 +348,7 @@ REWRITTEN = [
     fault(summed_once_more, Kind.TWICE),
     fault(fused_over_the_wrong_group, Kind.WRONG_GROUP),
     fault(bias_on_every_rank, Kind.BIAS),
+    fault(merged_gate_of_this_rank, Kind.GATE),
     fault(activated_before_fusion, Kind.NON_LINEAR),
 ]
 

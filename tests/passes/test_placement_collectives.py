@@ -224,11 +224,12 @@ def test_a_fault_is_drawn_from_where_the_partial_sum_is_made_to_where_it_goes_wr
     b.graph.output((total,))
     report = check(b.graph, {x.name: Shard(1), w.name: Shard(0), residual.name: R}, groups["of"])
     with pytest.raises(ReductionProofError) as raised:
-        report.require_no_faults("The traced model is wrong.")
+        report.require_no_faults("The traced model is wrong", "Mend it.")
     assert str(raised.value).splitlines() == [
-        "The traced model is wrong.",
+        "The traced model is wrong:",
         "layers.0: add joins a partial(sum) and a whole value",
         "  mm_default = mm(arg0_1: shard(1), arg1_1: shard(0))  [4, 8]  partial(sum)  in layers.0.mlp.down_proj",
-        "  -> view_default = view()  [4, 8]  partial(sum)",
+        "  -> view_default = view(mm_default)  [4, 8]  partial(sum)",
         "  -> add_tensor = add(arg2_1: replicated, view_default: partial(sum))  [4, 8]  in layers.0  <-- here",
+        "Mend it.",
     ]
