@@ -45,8 +45,8 @@ class Scene:
     group: Any = None
 
     def now(self, what: str) -> None:
-        """The failure happens now. Its time is compared with when the other ranks end."""
-        (self.folder / "failure").write_text(json.dumps([what, time.monotonic()]))
+        """The failure happens now; the last one counts. Its time is compared with when the other ranks end."""
+        (self.folder / f"failure.{self.rank}").write_text(json.dumps([what, time.monotonic()]))
 
     def mark(self, name: str) -> None:
         """Let the other ranks know that this one has come so far."""
@@ -113,7 +113,7 @@ def run(
             if process.is_alive():
                 process.kill()
             process.join()
-        failed_at = json.loads(_read(folder / "failure") or "[null, 0.0]")[1]
+        failed_at = max((json.loads(_read(path))[1] for path in folder.glob("failure.*")), default=0.0)
         return [
             _ended(folder, rank, process.exitcode, ended_at.get(rank), failed_at)
             for rank, process in enumerate(processes)
