@@ -12,7 +12,7 @@ Rules answer with one of these for each result of an op, or raise `Violation`: n
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Shard:
     dim: int
     outer: Any = 1
     """Where a dimension was merged of several, the number of elements in front of the sharded one of them."""
+    beside: int | None = field(default=None, compare=False)
+    """Another dimension that may be the sharded one, at its end: a rank's only head was merged with one of the two."""
 
     def __str__(self) -> str:
         return f"shard({self.dim})"

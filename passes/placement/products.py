@@ -8,6 +8,8 @@ partial  x partial or shard    not the sum of the ranks' values
 
 from __future__ import annotations
 
+from typing import Any
+
 from graphfuse.passes.graph_reading import aten
 from graphfuse.passes.placement.call import Call, Operand, all_replicated, ignorance, is_one, partials
 from graphfuse.passes.placement.lattice import (
@@ -22,6 +24,7 @@ from graphfuse.passes.placement.lattice import (
     Unknown,
     Violation,
     equal_sizes,
+    expression,
 )
 from graphfuse.passes.placement.pointwise import _sum
 
@@ -44,20 +47,35 @@ def contract(call: Call, a: Operand, b: Operand, labels: str) -> Placement:
         return unknown
     for o in partials([a, b]):
         return o.placement
-    sharded = [
-        (names[o.placement.dim], o.placement, other, others)
-        for o, names, other, others in ((a, names_a, b, names_b), (b, names_b, a, names_a))
-        if isinstance(o.placement, Shard)
-    ]
-    if not sharded:
-        return REPLICATED
-    label, shard, other, others = sharded[0]
-    if len(sharded) == 2:
-        if sharded[1][0] != label or not equal_sizes(shard.outer, sharded[1][1].outer):
+    at_a, at_b = _sharded_labels(a, names_a), _sharded_labels(b, names_b)
+    if at_a and at_b:
+        both = [(label, outer) for label, outer in at_a for other in at_b if _same_part((label, outer), other)]
+        if not both:
             return Unknown("both factors are sharded, along different dimensions")
-    elif label in others and not is_one(other.shape[others.index(label)]):
-        return Unknown("one factor is sharded along a dimension in which the other one is whole")
-    return Shard(out.index(label), shard.outer) if label in out else PARTIAL
+        label, outer = both[0]
+    elif at_a or at_b:
+        label, outer = (at_a or at_b)[0]
+        whole, names = (b, names_b) if at_a else (a, names_a)
+        if label in names and not is_one(whole.shape[names.index(label)]):
+            return Unknown("one factor is sharded along a dimension in which the other one is whole")
+    else:
+        return REPLICATED
+    return Shard(out.index(label), outer) if label in out else PARTIAL
+
+
+def _sharded_labels(o: Operand, names: str) -> list[tuple[str, Any]]:
+    """The dimension along which a factor is sharded, and the one that it may be as well."""
+    shard = o.placement
+    if not isinstance(shard, Shard):
+        return []
+    found = [(names[shard.dim], shard.outer)]
+    if shard.beside is not None:
+        found.append((names[shard.beside], expression(o.shape[shard.beside])))
+    return found
+
+
+def _same_part(a: tuple[str, Any], b: tuple[str, Any]) -> bool:
+    return a[0] == b[0] and equal_sizes(a[1], b[1])
 
 
 def mm(call: Call) -> Outcome:

@@ -54,8 +54,10 @@ def _reshaped(shard: Shard, before: Sequence[Any], after: Sequence[Any]) -> Plac
     if candidates:
         # The first, if dimensions of size 1 leave a choice: a rank's only head, in front of its elements. Tokens are of
         # unknown number: a 1 in front of them is no part of them.
-        tokens = not isinstance(before[shard.dim], int)
-        return Shard(candidates[-1 if tokens else 0])
+        tokens = not isinstance(before[shard.dim], int) and shard.outer == 1
+        dim = candidates[-1 if tokens else 0]
+        merged = is_one(before[shard.dim]) and not is_one(after[dim]) and dim > 0
+        return Shard(dim, beside=dim - 1 if merged else None)
     for dim in range(len(after)):
         inside, behind = quotient(in_front, _product(after[:dim])), quotient(_product(after[: dim + 1]), in_front)
         if inside is not None and behind is not None and behind != 1:
@@ -76,7 +78,8 @@ def _moved(placement: Placement, order: Sequence[int | None]) -> Placement:
     if isinstance(placement, Shard):
         if placement.dim not in order:
             return Unknown("a part of a sharded dimension is taken, which lies on some ranks only")
-        return Shard(order.index(placement.dim), placement.outer)
+        beside = order.index(placement.beside) if placement.beside in order and placement.beside is not None else None
+        return Shard(order.index(placement.dim), placement.outer, beside)
     if isinstance(placement, Replicated):
         uniform = frozenset(new for new, old in enumerate(order) if old is None or old in placement.uniform)
         return Replicated(uniform, placement.zero)

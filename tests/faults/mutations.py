@@ -90,7 +90,7 @@ def bypassed(site: Site) -> bool:
 
 def returned(site: Site) -> bool:
     """The model returns the partial sum besides."""
-    output = next(reversed(site.graph.nodes))
+    output = list(site.graph.nodes)[-1]
     output.args = ((*output.args[0], site.partial),)
     return True
 

@@ -97,6 +97,13 @@ CASES = [
     case("batches of heads", lambda x: x.reshape(-1, 5, 4), HEADS, gives=Shard(0, 2)),
     case("batches of heads and back", lambda x: x.reshape(-1, 5, 4).view(2, -1, 5, 4), HEADS, gives=Shard(1)),
     case("a head each", lambda x: x.view(6, -1, 4), X, gives=Shard(1)),
+    case("scores of a head each", lambda q, k: torch.bmm(q.reshape(-1, 5, 4), k.reshape(-1, 5, 4).transpose(1, 2)),
+         ((2, 3, 5, 4), Shard(1)), ((2, 3, 5, 4), Shard(1)), gives=Shard(0, 2)),
+    case("scores of a head each and back", lambda q, k: torch.bmm(
+        q.reshape(-1, 5, 4), k.reshape(-1, 5, 4).transpose(1, 2)).view(2, -1, 5, 5).softmax(-1),
+        ((2, 3, 5, 4), Shard(1)), ((2, 3, 5, 4), Shard(1)), gives=Shard(1)),
+    case("product of a head each", lambda x, w: x.transpose(1, 2).reshape(10, -1) @ w, ((2, 3, 5, 4), Shard(1)),
+         ((12, 7), Shard(0)), gives=P),
     case("unsqueezed", lambda x: x.unsqueeze(1), X, gives=Shard(2)),
     case("squeezed", lambda x: x.unsqueeze(0).squeeze(0), X, gives=Shard(1)),
     case("selected beside the shard", lambda x: x[2], X, gives=Shard(0)),
