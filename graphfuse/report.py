@@ -28,8 +28,8 @@ class DeclineReport:
     rule: str
     reason: str
     closeness: int = 0
-    """How far the rule got: -1 another rule's reason says more, 0 it found nothing of its pattern, 1 a part of it, 2 all
-    of it, but may not rewrite it."""
+    """How far the rule got: -1 another rule's reason says more, 0 it found nothing of its pattern, 1 a part of it, 2 it
+    found all of it, but may not rewrite it."""
 
 
 @dataclass(frozen=True)

@@ -101,9 +101,10 @@ def groups():
 
 def traced(case: Case, groups, *, sharded: str = "", rules=None, dtype=torch.float32) -> Trace:
     shapes = [torch.ones(6, HIDDEN, dtype=dtype) for _ in range(4)]
-    model = Layer(case, *groups, sharded).to(dtype).requires_grad_(False)
+    compiled, other = groups
+    model = Layer(case, compiled, other, sharded).to(dtype).requires_grad_(False)
     config = FuseConfig(verify_placements=case not in APART)  # some of these are wrong on several ranks
-    return trace(model, shapes, groups[0], rules=rules, config=config)
+    return trace(model, shapes, compiled, rules=rules, config=config)
 
 
 def num_reductions(module) -> int:
