@@ -109,7 +109,7 @@ def _terms(node: object, before: Ledger, nodes: Mapping[str, Node], summing: set
     """The partial sums of the ledger that a sum of them is made of, each as often as it is added; none if anything else
     is in it. `summing` gets the names of the ops passed, which read them rightly. Factors are the merging rule's
     business: it takes those alone that are proved to be equal on every rank."""
-    if not isinstance(node, Node) or node.op != "call_function":
+    if not isinstance(node, Node):
         return []
     partial = before.partial(node.name, nodes)
     if any(partial == known for known, _, _ in before.entries):

@@ -133,7 +133,7 @@ TRIGGERS: dict[type[errors.GraphfuseError], tuple[Callable[[Path], None], str, s
     errors.UnknownRuleError: (
         unknown_rule,
         "disabled_rules names 'all_reduce_layer_norm', which no rule has.",
-        "Known: all_reduce_",
+        "Known: merge_reductions, all_reduce_",
     ),
     errors.GradientsEnabledError: (gradients, "Gradients are on", "Call it under torch.no_grad()"),
     errors.GraphBreakError: (graph_break, "cannot be traced as one graph: ", "move it out of forward."),

@@ -102,15 +102,20 @@ def test_the_residual_is_a_view_of_the_partial_sum(group):
 # --- several reductions -----------------------------------------------------------------------------------------------
 
 
-def test_two_reductions_that_are_added_are_fused_into_one_and_kept_once(group):
-    """AR(a) + AR(b) → norm: one takes the other for its residual."""
+def test_two_reductions_that_are_added_are_merged_and_fused(group):
+    """AR(a) + AR(b) → norm: one reduction of a + b."""
     b = Builder()
     first, second, weight = b.input(TOKENS, HIDDEN), b.input(TOKENS, HIDDEN), b.input(HIDDEN)
     total = b(aten.add.Tensor, b.all_reduce(first, group.group_name), b.all_reduce(second, group.group_name))
     sites, (fused,) = fuse(b.output(b.rms_norm(total, weight)), group)
-    assert [s.status for s in sites] == ["fused", "declined"]
-    assert fused.args[0] is first and fused.args[1].target is c10d.wait_tensor.default
-    assert "no residual add follows; the reduced value feeds all_reduce_add_rms_norm" in sites[1].outcome()
+    assert [s.status for s in sites] == ["merged", "fused"]
+    assert sites[1].op == "all_reduce_rms_norm"
+    assert sources(fused.args[0]) == {first, second}
+
+
+def sources(node):
+    """The inputs that a value is computed from."""
+    return {node} if node.op == "placeholder" else set().union(*map(sources, node.all_input_nodes))
 
 
 def test_a_reduction_of_a_reduction(group):
