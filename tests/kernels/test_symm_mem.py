@@ -17,7 +17,7 @@ CASES_OF_MANY_RANKS = ("changing_sizes", "quantised", "repeats")
     ("world_size", "cases"),
     [
         pytest.param(2, EVERY_CASE, id="2 ranks"),
-        pytest.param(3, CASES_OF_MANY_RANKS, id="3 ranks"),
+        pytest.param(3, CASES_OF_MANY_RANKS, id="3 ranks", marks=pytest.mark.slow),
         pytest.param(3, ("forms",), id="3 ranks, every form", marks=pytest.mark.slow),
         pytest.param(4, ("forms", *CASES_OF_MANY_RANKS), id="4 ranks", marks=pytest.mark.slow),
     ],
