@@ -44,8 +44,8 @@ def _check_paths(file: Path) -> None:
         names_files = key == "init_inputs" or (key.endswith("_file") and key not in _LOOKED_FOR)
         if names_files and leads_out:
             raise CheckpointError(
-                f"{file} has {key}={brief(value)}, a path of its own, which would be opened wherever it leads. Remove "
-                "it, or use a checkpoint from a source that you trust."
+                f"{file} has {brief(key)[1:-1]}={brief(value)}, a path of its own, which would be opened wherever it "
+                "leads. Remove it, or use a checkpoint from a source that you trust."
             )
 
 
