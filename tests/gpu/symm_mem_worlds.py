@@ -1,9 +1,9 @@
-"""The symm_mem kernels at world sizes 2 to 8 on two GPUs: the ranks are streams of one process, spread over the GPUs.
+"""The symm_mem kernels at world sizes 2 to 8: the ranks are streams of one process, spread over the GPUs there are.
 
     python tests/gpu/symm_mem_worlds.py --points 200
 
-Real kernels, real memory, real links, and as many ranks as a host of eight has; only its links and its speed are not
-tested. At random points (tokens, hidden size, dtype, eps, world size, form, variant) the results of every rank are
+Real kernels, real memory, the links of two GPUs if there are two, and as many ranks as a host of eight has; only its
+links and its speed are not tested. At random points (tokens, hidden size, dtype, eps, world size, form, variant) the results of every rank are
 compared with float64 and with the eager formula, between ranks, and between repeated calls, bit by bit. Nearly all of
 the time is Triton compiling a kernel for each rank, so the points are of 42 kinds of kernel, shared by processes.
 """
@@ -29,7 +29,9 @@ from graphfuse.kernels.self_marking import SLOTS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HIDDEN_SIZES = (1, 17, 64, 127, 576, 1000, 2048, 2880, 4096, 5120, 7168, 8192)
-ROWS = 64
+ROWS_PER_GPU = 32
+"""Rows in flight for each GPU. A program waits for its peers, so the programs of all ranks must be on the GPUs at once."""
+
 KINDS = 42
 REPEATS = 4
 
@@ -42,7 +44,7 @@ class World:
         self.streams = [torch.cuda.Stream(device) for device in self.devices]
         self.variant = variant
         word = torch.int16 if dtype.itemsize == 2 else torch.int32
-        rows, stride = ROWS // size * size, row_stride(hidden_size)
+        rows, stride = rows_in_flight() // size * size, row_stride(hidden_size)
         elements = SLOTS * cells_per_row(variant, rows, size) * stride
         self.memory = [torch.empty(elements, dtype=word, device=device) for device in self.devices]
         self.slots = [torch.zeros(rows, dtype=torch.int32, device=device) for device in self.devices]
@@ -83,6 +85,10 @@ class World:
         return outputs
 
 
+def rows_in_flight() -> int:
+    return ROWS_PER_GPU * torch.cuda.device_count()
+
+
 def synchronize() -> None:
     for index in range(torch.cuda.device_count()):
         torch.cuda.synchronize(index)
@@ -119,7 +125,8 @@ class Kind:
 def check(kind: Kind, draw: random.Random) -> dict[str, float]:
     """One random point; returns how far the results are from float64, as shares of what the eager formula is."""
     size, dtype, hidden_size, cast = kind.size, kind.dtype, kind.hidden_size, kind.cast
-    tokens = draw.choice([0, 1, 1, 2, draw.randint(1, 16), draw.randint(1, ROWS), draw.randint(ROWS, 3 * ROWS)])
+    rows = rows_in_flight()
+    tokens = draw.choice([0, 1, 1, 2, draw.randint(1, 16), draw.randint(1, rows), draw.randint(rows, 3 * rows)])
     eps, weight_bias = draw.choice([1e-5, 1e-6]), draw.choice([0.0, 1.0])
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     xs = [torch.randn(tokens, hidden_size, generator=generator).to(dtype) for _ in range(size)]
