@@ -4,8 +4,9 @@
         gate, up = split(gate_up[e] @ tokens[t] + gate_up_bias[e])
         out[t]  += topk_weights[t, k] * (down[e] @ (activation(gate) * up) + down_bias[e])
 
-One schema covers every layout and number format the families use, so that models never choose a kernel. What runs
-here is the plain path: `moe_reference` on the CPU and for quantised weights, two grouped matrix products on CUDA.
+One schema covers every layout and number format the families use, so that models never choose a kernel. Models leave
+`kernel` empty and get the plain path: `moe_reference` on the CPU and for quantised weights, two grouped matrix products
+on CUDA. A pass fills in `kernel` and gets the tuned Triton kernels.
 
 The result is this rank's share. With the intermediate dimension sharded, or with the experts spread over the ranks, it
 is a partial sum that the model all-reduces; a sharded model gives `down_bias` on one rank only.
@@ -46,6 +47,8 @@ def moe_experts(
     intermediate_scale: Tensor | None = None,
     block_shape: Sequence[int] | None = None,
     out_dtype: torch.dtype | None = None,
+    dynamic: bool = False,
+    kernel: str = "",
 ) -> Tensor:
     """Weighted sum of the chosen experts' outputs.
 
@@ -69,6 +72,10 @@ def moe_experts(
         intermediate_scale: static scale, `[1]` or `[E]`, with which the activated values are rounded to the weights'
             dtype before the down projection.
         out_dtype: dtype of the result and of the arithmetic; needed for quantised tokens, else the tokens' dtype.
+        dynamic: round floating tokens, and the activated values, to the weights' dtype with scales found on the fly:
+            the largest magnitude over the dtype's largest value, one for each row, or with blocks one for each row and
+            group of k inputs. It takes the place of tokens_scale (of floating tokens) and intermediate_scale.
+        kernel: launch parameters, the text of a `MoeTable`; where the Triton kernels cannot run, the plain path does.
 
     Returns:
         `[T, H]` in out_dtype. The sum over K is accumulated in float32 (float64 for float64).
@@ -79,15 +86,27 @@ def moe_experts(
     weights, dtype = _checked(
         tokens, gate_up, down, topk_ids, topk_weights, num_experts, first_expert, gate_up_bias, down_bias,
         gate_up_layout, transposed, activation, activation_limit, gate_up_scale, down_scale, tokens_scale,
-        intermediate_scale, block_shape, out_dtype,
+        intermediate_scale, block_shape, out_dtype, dynamic,
     )  # fmt: skip
     _check_token_dims(tokens, topk_ids, topk_weights, tokens_scale)
+    if kernel:
+        from graphfuse.ops import moe_triton  # here, since Triton is published for Linux only
+        from graphfuse.tuning.moe_table import MoeTable
+
+        if moe_triton.can_run(tokens, weights, dtype, activation) is None:
+            local_ids = topk_ids - first_expert if first_expert else topk_ids
+            tiles = MoeTable.from_text(kernel).tiles(tokens.shape[0])
+            return moe_triton.run(
+                tokens, weights, local_ids, topk_weights, activation, activation_limit, tokens_scale,
+                intermediate_scale, dynamic, dtype, tiles,
+            )  # fmt: skip
     local_ids = topk_ids.long() - first_expert
-    if tokens_scale is None and intermediate_scale is None and moe_grouped.can_run(tokens, weights, dtype):
+    if moe_grouped.can_run(tokens, weights, dtype):
         return moe_grouped.run(tokens, weights, local_ids, topk_weights, activation, activation_limit)
     return moe_reference.run(
-        tokens, weights, local_ids, topk_weights, activation, activation_limit, tokens_scale, intermediate_scale, dtype
-    )
+        tokens, weights, local_ids, topk_weights, activation, activation_limit, tokens_scale, intermediate_scale,
+        dynamic, dtype,
+    )  # fmt: skip
 
 
 @moe_experts.register_fake
@@ -99,7 +118,8 @@ def _(tokens, *args, **kwargs):
 def _checked(
     tokens, gate_up, down, topk_ids, topk_weights, num_experts, first_expert=0, gate_up_bias=None, down_bias=None,
     gate_up_layout="concatenated", transposed=False, activation="silu", activation_limit=None, gate_up_scale=None,
-    down_scale=None, tokens_scale=None, intermediate_scale=None, block_shape=None, out_dtype=None,
+    down_scale=None, tokens_scale=None, intermediate_scale=None, block_shape=None, out_dtype=None, dynamic=False,
+    kernel="",
 ) -> tuple[ExpertWeights, torch.dtype]:  # fmt: skip
     """The weights and the dtype of the result, for the arguments of the op. Raises what can be told without looking at
     the token dimension (it may be unknown while tracing)."""
@@ -159,6 +179,8 @@ def _checked(
         )
     if (tokens_scale is not None or intermediate_scale is not None) and _is_plain_float(w.gate_up.dtype):
         raise ArgumentError(f"Activation scales are given but the weights are {w.gate_up.dtype}, not quantised.")
+    if dynamic:
+        _check_dynamic(w.gate_up.dtype, tokens_scale is not None and not quantised_tokens, intermediate_scale)
     for t in (w.gate_up, w.down, topk_ids, topk_weights, tokens_scale, intermediate_scale, *w.optional()):
         if t is not None and t.device != tokens.device:
             raise ArgumentError(f"tokens are on {tokens.device}, another input on {t.device}. Use one device.")
@@ -189,6 +211,24 @@ def _check_optional(w: ExpertWeights, two_i: int, hidden: int) -> None:
         if tuple(scale.shape) not in allowed:
             shapes = " or ".join(str(list(a)) for a in allowed)
             raise ArgumentError(f"{name} has shape {list(scale.shape)}. Pass {shapes}.")
+
+
+def _check_dynamic(weights: torch.dtype, scaled_tokens: bool, intermediate_scale: Tensor | None) -> None:
+    if _is_plain_float(weights) or not weights.is_signed:
+        raise ArgumentError(
+            f"dynamic=True rounds activations to the weights' dtype, which is {weights}. "
+            "Pass weights quantised to a signed dtype with their scales, or dynamic=False."
+        )
+    if scaled_tokens:
+        raise ArgumentError(
+            "dynamic=True finds the scales of floating tokens itself, but tokens_scale is given. "
+            "Leave tokens_scale out, pass tokens that are already quantised, or pass dynamic=False."
+        )
+    if intermediate_scale is not None:
+        raise ArgumentError(
+            "dynamic=True finds the scales of the activated values itself, but intermediate_scale is given. "
+            "Leave intermediate_scale out, or pass dynamic=False."
+        )
 
 
 def _check_token_dims(tokens, topk_ids, topk_weights, tokens_scale) -> None:

@@ -1,7 +1,8 @@
 """Reference of `graphfuse::moe_experts`: one expert after the other, in the plain formulas.
 
 It rounds where the eager modules of the families round (after each projection and product, in the compute dtype) and
-sums over the choices in float32. Quantised weights are dequantised one expert at a time.
+sums over the choices in float32. Quantised weights are dequantised one expert at a time. A projection of quantised
+activations multiplies what is stored, times its scales, in float32, and rounds once.
 """
 
 from __future__ import annotations
@@ -76,31 +77,36 @@ def run(
     activation_limit: float | None,
     tokens_scale: Tensor | None,
     intermediate_scale: Tensor | None,
+    dynamic: bool,
     dtype: torch.dtype,
 ) -> Tensor:
     """`[T, H]`; `local_ids` `[T, K]` count from the first expert held here, others are skipped."""
-    static_scale = tokens_scale
-    if not tokens.dtype.is_floating_point or tokens.dtype.itemsize == 1:
-        tokens, static_scale = _dequantise_tokens(tokens, tokens_scale, weights.block_shape), None
-    tokens = tokens.to(dtype)
-    accumulator = torch.zeros(tokens.shape, dtype=torch.promote_types(dtype, torch.float32), device=tokens.device)
+    dynamic_tokens, static_scale = dynamic, tokens_scale
+    if tokens.dtype.is_floating_point and tokens.dtype.itemsize > 1:
+        tokens = tokens.to(dtype)
+    else:
+        tokens = _dequantise_tokens(tokens, tokens_scale, weights.block_shape)
+        dynamic_tokens, static_scale = False, None
+    accumulate_in = torch.promote_types(dtype, torch.float32)
+    accumulator = torch.zeros(tokens.shape, dtype=accumulate_in, device=tokens.device)
     held = (local_ids >= 0) & (local_ids < weights.num_experts)
     for index in torch.unique(local_ids[held]).tolist():
         token, choice = torch.where(local_ids == index)
-        x = _round_to(tokens[token], static_scale, index, weights.gate_up.dtype)  # [N, H]
+        x = _rounded(tokens[token], static_scale, dynamic_tokens, index, weights)  # [N, H]
         x = F.linear(
             x,
-            weights.expert(weights.gate_up, weights.gate_up_scale, index, dtype),
-            None if weights.gate_up_bias is None else weights.gate_up_bias[index].to(dtype),
+            weights.expert(weights.gate_up, weights.gate_up_scale, index, x.dtype),
+            None if weights.gate_up_bias is None else weights.gate_up_bias[index].to(x.dtype),
         )
-        x = gated_activation(x, weights.interleaved, activation, activation_limit)  # [N, I]
+        x = gated_activation(x.to(dtype), weights.interleaved, activation, activation_limit)
+        x = _rounded(x, intermediate_scale, dynamic, index, weights)  # [N, I]
         x = F.linear(
-            _round_to(x, intermediate_scale, index, weights.down.dtype),
-            weights.expert(weights.down, weights.down_scale, index, dtype),
-            None if weights.down_bias is None else weights.down_bias[index].to(dtype),
+            x,
+            weights.expert(weights.down, weights.down_scale, index, x.dtype),
+            None if weights.down_bias is None else weights.down_bias[index].to(x.dtype),
         )
         share = topk_weights[token, choice, None].to(accumulator.dtype)
-        accumulator.index_add_(0, token, x.to(accumulator.dtype) * share)
+        accumulator.index_add_(0, token, x.to(dtype).to(accumulator.dtype) * share)
     return accumulator.to(dtype)
 
 
@@ -134,15 +140,32 @@ def _dequantise_tokens(tokens: Tensor, scale: Tensor | None, block_shape: tuple[
     return tokens.float() * scale
 
 
-def _round_to(x: Tensor, scale: Tensor | None, index: int, dtype: torch.dtype) -> Tensor:
-    """x as it comes back from storage in `dtype` with a static scale (of this expert, or one for all)."""
-    if scale is None:
-        return x
-    step = scale[index if scale.numel() > 1 else 0].float()
-    if dtype.is_floating_point:
-        top = torch.finfo(dtype).max
-        stored = (x.float() / step).clamp(-top, top).to(dtype)
+def _rounded(x: Tensor, scale: Tensor | None, dynamic: bool, index: int, weights: ExpertWeights) -> Tensor:
+    """x as it comes back from storage in the weights' dtype, in float32, with a static scale (of this expert, or one
+    for all) or with scales found on the fly; x itself if there is neither."""
+    dtype = weights.gate_up.dtype
+    if scale is not None:
+        step = scale[index if scale.numel() > 1 else 0].float()
+    elif dynamic:
+        step = _steps(x.float(), _largest(dtype), weights.block_shape)
     else:
-        info = torch.iinfo(dtype)
-        stored = (x.float() / step).round().clamp(info.min, info.max).to(dtype)
-    return (stored.float() * step).to(x.dtype)
+        return x
+    stored = x.float() / step
+    if dtype.is_floating_point:
+        stored = stored.clamp(-_largest(dtype), _largest(dtype))
+    else:
+        stored = stored.round().clamp(torch.iinfo(dtype).min, _largest(dtype))
+    return stored.to(dtype).float() * step
+
+
+def _steps(x: Tensor, largest: float, block_shape: tuple[int, ...] | None) -> Tensor:
+    """Scales that bring the largest magnitude of each row, or of each row's groups, to `largest`."""
+    size = x.shape[1]
+    group = size if block_shape is None else block_shape[1]
+    amax = F.pad(x.abs(), (0, -size % group)).unflatten(1, (-1, group)).amax(2)  # [N, groups]
+    # A row of zeros divided by a scale of zero would be NaN.
+    return _spread((amax / largest).clamp(min=torch.finfo(torch.float32).tiny), 1, group, size)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
