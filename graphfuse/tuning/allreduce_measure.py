@@ -14,8 +14,9 @@ from graphfuse.comm.control import control_channel
 from graphfuse.facts import Facts, gather_facts
 from graphfuse.tuning.allreduce_candidates import DISPATCHED, Candidates
 from graphfuse.tuning.allreduce_inputs import Inputs, Shape
-from graphfuse.tuning.allreduce_result import Row, median, spread
+from graphfuse.tuning.allreduce_result import Row
 from graphfuse.tuning.allreduce_timing import Recording, Stopwatch
+from graphfuse.tuning.measured import median, spread
 
 LINK = "link"
 

@@ -16,15 +16,13 @@ candidate `dispatched` is.
 from __future__ import annotations
 
 import datetime
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphfuse.errors import ConfigError
 from graphfuse.jsonfile import JsonObject
+from graphfuse.tuning.measured import geometric_mean, write_result
 
 if TYPE_CHECKING:
     from graphfuse.tuning.allreduce_measure import Measured, Plan
@@ -132,14 +130,8 @@ class Result:
     def write(self, file: Path) -> None:
         """Write the file, one line a row. Raises `ConfigError` where that cannot be."""
         data = {"schema": SCHEMA, **asdict(self), "summary": self.summary()}
-        rows = ",\n".join("  " + json.dumps(row) for row in data.pop("rows"))
-        head = json.dumps(data, indent=1, ensure_ascii=False)
-        text = head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n'
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"The result cannot be written: {error}. Give another file.") from error
+        rows = data.pop("rows")
+        write_result(file, data, rows)
 
     def summary(self) -> dict[str, Any]:
         """What `dispatched` comes to: geometric means of ratios to each baseline, the worst points, and the link."""
@@ -178,20 +170,6 @@ class Result:
                 ratio = round(row.us["dispatched"] / row.us["link"], 3)
                 worst[str(row.hidden)] = max(worst.get(str(row.hidden), 0.0), ratio)
         return worst
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
-def median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def spread(values: Sequence[float]) -> float:
-    """Half the interquartile range as a share of the median."""
-    ordered = sorted(values)
-    return (ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4]) / 2 / median(ordered)
 
 
 def _point(pair: tuple[Row, float]) -> dict[str, Any]:

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from graphfuse.errors import ConfigError, SchemaError
-from graphfuse.tuning.allreduce_result import Result, Row, spread
+from graphfuse.tuning.allreduce_result import Result, Row
 from graphfuse.tuning.allreduce_text import Columns, summary_lines
+from graphfuse.tuning.measured import spread
 from tests.documents import ROOT
 
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("allreduce_h*.json"))
