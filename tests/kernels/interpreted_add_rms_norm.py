@@ -5,27 +5,17 @@ Triton decides at import whether its kernels are interpreted, so these cases can
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
-from triton.language import bfloat16, float32
-from triton.runtime import interpreter
 
 from graphfuse.kernels.add_rms_norm import add_rms_norm
-
-_convert_float = interpreter._convert_float
-
-
-def _round_to_nearest_even(data, source, target, rounding_mode):
-    """The interpreter truncates float32 to bfloat16; every GPU rounds to nearest even, as PyTorch does here."""
-    if source == float32 and target == bfloat16:
-        return torch.from_numpy(np.array(data)).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    return _convert_float(data, source, target, rounding_mode)
+from tests.kernels.interpreter_as_gpus import arithmetic_of_gpus
 
 
 @pytest.fixture(autouse=True)
-def round_as_gpus_do(monkeypatch):
-    monkeypatch.setattr(interpreter, "_convert_float", _round_to_nearest_even)
+def round_as_gpus_do():
+    with arithmetic_of_gpus():
+        yield
 
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

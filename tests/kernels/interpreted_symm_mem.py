@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from triton.language import bfloat16, float8e4nv, float32
 from triton.runtime import interpreter
 
 from graphfuse.comm import symm_mem
@@ -29,32 +28,21 @@ from graphfuse.comm.workspace import WorkspaceRequest
 from graphfuse.errors import GroupError
 from graphfuse.kernels.norm_epilogue import quantize_fp8
 from graphfuse.kernels.self_marking import EMPTY
+from tests.kernels.interpreter_as_gpus import arithmetic_of_gpus
 from tests.kernels.shared_file_memory import allocate
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VARIANTS = ("one_shot", "two_shot")
-_convert_float = interpreter._convert_float
 _masked_load = interpreter.InterpreterBuilder.create_masked_load
 
 
-def _convert_as_gpus_do(data, source, target, rounding_mode):
-    """The interpreter truncates float32 to bfloat16 and FP8 and loses subnormal bfloat16 numbers; GPUs, like
-    PyTorch, do not."""
-    if source == float32 and target == bfloat16:
-        return torch.from_numpy(np.array(data)).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    if source == float32 and target == float8e4nv:
-        return torch.from_numpy(np.array(data)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    if source == bfloat16 and target == float32:
-        return (np.array(data).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return _convert_float(data, source, target, rounding_mode)
-
-
-def _load_whole_elements(builder, pointers, mask, other, policy, is_volatile):
+def _load_whole_elements(builder, pointers, mask, other, *policies):
     """The interpreter reads a 16-bit number in two steps, and a peer may write it in between; GPUs read it whole. While
     a row's writer is at work, only what reads alike twice is taken, since an element changes once: from EMPTY."""
-    first = _masked_load(builder, pointers, mask, other, policy, is_volatile)
+    first = _masked_load(builder, pointers, mask, other, *policies)
+    *_, is_volatile = policies  # what stands before differs between Triton's versions
     if is_volatile:
-        second = _masked_load(builder, pointers, mask, other, policy, is_volatile)
+        second = _masked_load(builder, pointers, mask, other, *policies)
         first.data = np.where(first.data == second.data, first.data, EMPTY).astype(first.data.dtype)
         if (first.data == EMPTY).any():
             os.sched_yield()  # the ranks share few cores
@@ -211,7 +199,7 @@ def main(rank, world_size, names, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     with (
         mock.patch.object(symm_mem, "allocate", allocate),
-        mock.patch.object(interpreter, "_convert_float", _convert_as_gpus_do),
+        arithmetic_of_gpus(),
         mock.patch.object(interpreter.InterpreterBuilder, "create_masked_load", _load_whole_elements),
     ):
         for name in names:

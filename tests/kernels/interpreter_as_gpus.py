@@ -1,0 +1,62 @@
+"""Triton's interpreter with the arithmetic of GPUs: what it does otherwise is put right here, for the tests.
+
+It truncates float32 to bfloat16 and to FP8, loses subnormal numbers, knows no NaN of FP8, and multiplies the bit
+patterns of bfloat16 matrices. GPUs round to nearest even, like PyTorch; what is too large for FP8 becomes its largest.
+
+Import it only where TRITON_INTERPRET=1 was set before Triton was imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+import torch
+from triton import language as tl
+from triton.runtime import interpreter
+
+_TORCH = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
+_INTEGERS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+_convert_float = interpreter._convert_float
+
+
+@contextlib.contextmanager
+def arithmetic_of_gpus() -> Iterator[None]:
+    """While it is entered, conversions and products of kernels come out as on a GPU."""
+    builder = interpreter.InterpreterBuilder
+    with mock.patch.object(interpreter, "_convert_float", _convert), mock.patch.object(builder, "create_dot", _dot):
+        yield
+
+
+def _convert(data, source, target, rounding_mode):
+    if source not in _TORCH or target not in _TORCH:
+        return _convert_float(data, source, target, rounding_mode)
+    to = _TORCH[target]
+    values = _as_torch(data, source).float()
+    if to.itemsize == 1:
+        values = values.clamp(-torch.finfo(to).max, torch.finfo(to).max)
+    return values.to(to).view(_INTEGERS[to.itemsize]).numpy()
+
+
+def _dot(builder, a, b, accumulator, input_precision, max_num_imprecise_acc):
+    left, right = (_operand(t.data, t.dtype.scalar) for t in (a, b))
+    product = np.matmul(left, right, dtype=accumulator.data.dtype)
+    return interpreter.TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
+
+
+def _operand(data, dtype):
+    return _as_torch(data, dtype).float().numpy() if dtype in _TORCH else data
+
+
+def _as_torch(data, dtype):
+    """The interpreter's numbers, some of which it holds as bit patterns, as a tensor."""
+    bits = np.array(data).view(f"u{_TORCH[dtype].itemsize}")
+    return torch.from_numpy(bits).view(_TORCH[dtype])
