@@ -72,7 +72,7 @@ class UnsupportedModelError(GraphfuseError, ValueError):
 
 
 class SchemaError(GraphfuseError, ValueError):
-    """A data file (size table, facts, prompts) does not follow its schema."""
+    """A data file (size table, MoE config, facts, prompts) does not follow its schema."""
 
 
 class GenerationError(GraphfuseError, ValueError):

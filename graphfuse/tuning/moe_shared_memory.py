@@ -50,16 +50,24 @@ def shared_memory_bytes(tile: Tile, limits: Limits) -> int:
 
 @lru_cache(maxsize=4096)
 def fit(tiles: Tiles, limits: Limits) -> Tiles:
-    """The same launch parameters, or the nearest smaller ones that keep to the limits; block_size_m is kept."""
-    return Tiles(_fit(tiles.gate_up, limits), _fit(tiles.down, limits))
+    """The same launch parameters, or the nearest ones that keep to the limits; block_size_m is kept.
+
+    A block of gate_up holds as many ups as gates, and tensor cores need MIN_BLOCK of either.
+    """
+    return Tiles(_fit(tiles.gate_up, limits, 2 * MIN_BLOCK), _fit(tiles.down, limits, MIN_BLOCK))
 
 
-def _fit(tile: Tile, limits: Limits) -> Tile:
+def _fit(tile: Tile, limits: Limits, least_columns: int) -> Tile:
     """Two stages still overlap loads with arithmetic, so one is the last resort."""
-    if limits.block_shape:  # a step over inputs has one scale
-        tile = dataclasses.replace(tile, block_size_k=min(tile.block_size_k, _power_of_two_in(limits.block_shape[1])))
-    min_k = 32 if 1 in (limits.token_bytes, limits.weight_bytes) else MIN_BLOCK  # of tl.dot, with 8-bit operands
-    for name, least in (("num_stages", 2), ("block_size_k", min_k), ("block_size_n", 2 * MIN_BLOCK), ("num_stages", 1)):
+    least_inputs = 32 if 1 in (limits.token_bytes, limits.weight_bytes) else MIN_BLOCK  # tl.dot of 8-bit operands
+    most_inputs = _power_of_two_in(limits.block_shape[1]) if limits.block_shape else tile.block_size_k
+    tile = dataclasses.replace(
+        tile,
+        block_size_n=max(tile.block_size_n, least_columns),
+        block_size_k=max(min(tile.block_size_k, most_inputs), least_inputs),
+    )
+    steps = ("num_stages", 2), ("block_size_k", least_inputs), ("block_size_n", least_columns), ("num_stages", 1)
+    for name, least in steps:
         while getattr(tile, name) > least:
             if limits.shared_memory is None or shared_memory_bytes(tile, limits) <= limits.shared_memory:
                 return tile
@@ -69,5 +77,5 @@ def _fit(tile: Tile, limits: Limits) -> Tile:
 
 
 def _power_of_two_in(size: int) -> int:
-    """The largest power of two that divides a size, and at least what tl.dot needs."""
-    return max(size & -size, MIN_BLOCK)
+    """The largest power of two that divides a size."""
+    return size & -size

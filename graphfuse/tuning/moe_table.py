@@ -51,15 +51,12 @@ class MoeTable:
             self._chosen[num_tokens] = tiles = fit(tiles, self.limits) if self.limits else tiles
         return tiles
 
-    def is_tuned(self, num_tokens: int) -> bool:
-        """Whether an entry serves this number of tokens, and not the heuristic."""
-        return self.tuned(num_tokens) is not None
-
     @cached_property
     def _chosen(self) -> dict[int, Tiles]:
         return {}
 
     def tuned(self, num_tokens: int) -> Tiles | None:
+        """What an entry says for this number of tokens; None where the heuristic serves it."""
         at = bisect_left(self.entries, num_tokens, key=lambda entry: entry[0])
         if at == len(self.entries):
             return None
