@@ -36,7 +36,7 @@ def test_prompts_and_messages_are_read_in_order(tmp_path):
         ('{"id": 7, "prompt": "a", "prompt": "b"}', None, "the key 'prompt' stands twice"),
         ('{"id": NaN, "prompt": "a"}', None, 'The "id" of line 2 holds a number that JSON has not'),
         ('{"id": [1e999], "prompt": "a"}', None, 'The "id" of line 2 holds a number that JSON has not'),
-        ('{"id": 7, "messages": ' + "[" * 9000, None, "nested more than 64 levels deep"),
+        ('{"id": 7, "messages": ' + "[" * 9000 + "]" * 9000 + "}", None, "nested more than 64 levels deep"),
         ('{"id": ' + "9" * 5000 + "}", None, "Line 2 is not JSON"),
         ('{"id": 7}'.encode("utf-16"), None, "Line 2 is not JSON"),
     ],

@@ -3,9 +3,10 @@
     python tests/gpu/symm_mem_worlds.py --points 200
 
 Real kernels, real memory, the links of two GPUs if there are two, and as many ranks as a host of eight has; only its
-links and its speed are not tested. At random points (tokens, hidden size, dtype, eps, world size, form, variant) the results of every rank are
-compared with float64 and with the eager formula, between ranks, and between repeated calls, bit by bit. Nearly all of
-the time is Triton compiling a kernel for each rank, so the points are of 42 kinds of kernel, shared by processes.
+links and its speed are not tested. At random points (tokens, hidden size, dtype, eps, world size, form, variant) the
+results of every rank are compared with float64 and with the eager formula, between ranks, and between repeated calls,
+bit by bit. Nearly all of the time is Triton compiling a kernel for each rank, so the points are of 42 kinds of kernel,
+shared by processes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import sys
 from collections import Counter
@@ -30,7 +32,7 @@ from graphfuse.kernels.self_marking import SLOTS
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HIDDEN_SIZES = (1, 17, 64, 127, 576, 1000, 2048, 2880, 4096, 5120, 7168, 8192)
 ROWS_PER_GPU = 32
-"""Rows in flight for each GPU. A program waits for its peers, so the programs of all ranks must be on the GPUs at once."""
+"""Rows in flight for each GPU: a program waits for its peers, so those of all ranks must be on the GPUs at once."""
 
 KINDS = 42
 REPEATS = 4
@@ -199,6 +201,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=10)
     args = parser.parse_args()
+    # Streams that share a queue of the GPU wait for each other: one queue for each rank's.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+    os.environ["CUDA_MODULE_LOADING"] = "EAGER"
     worlds: Counter[int] = Counter()
     worst: dict[str, float] = {}
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
