@@ -1,0 +1,81 @@
+"""Kernels are compiled for a GPU in other processes, on a host without one."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphfuse.tuning.moe_compile import Compilers, Kernel, _Target, collect
+from tests.tuning import compiled_kernels
+
+triton = pytest.importorskip("triton")
+
+HOPPER = ("cuda", 90, 32)
+
+
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    """This process compiles for a GPU that is not there."""
+    from triton.runtime.driver import driver
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    for kernel in (compiled_kernels.double, compiled_kernels.wrong):
+        kernel.device_caches.clear()
+    monkeypatch.setattr(driver, "_active", _Target(HOPPER))
+    yield
+    for kernel in (compiled_kernels.double, compiled_kernels.wrong):
+        kernel.device_caches.clear()
+
+
+@pytest.fixture
+def compilers():
+    compilers = Compilers(2)
+    yield compilers
+    compilers.close()
+
+
+def collected(kernel, *arguments, **parameters):
+    return collect(lambda: kernel[(1,)](*arguments, **parameters))
+
+
+def test_kernels_are_compiled_into_the_cache_and_failures_are_told_apart(hopper, compilers, tmp_path):
+    x = torch.zeros(64)
+    (good,) = collected(compiled_kernels.double, x, x, 64, BLOCK=64)
+    (other,) = collected(compiled_kernels.double, x, x, 64, BLOCK=32, num_warps=2)
+    (bad,) = collected(compiled_kernels.wrong, x, BLOCK=16)
+    aborting = Kernel("tests.tuning.compiled_kernels", "aborts", "{}", HOPPER)
+    assert (good.module, good.function, good.target) == ("tests.tuning.compiled_kernels", "double", HOPPER)
+
+    outcomes = compilers.wait([good, other, bad])
+    assert outcomes[good] == outcomes[other] == ""
+    assert outcomes[bad].startswith("CompilationError: ")
+    cubins = list((tmp_path / "cache").rglob("double.cubin"))
+    assert len(cubins) == 2
+
+    # The compilation for the first launch has nothing left to do: it finds the same key.
+    compiled_kernels.double.warmup(x, x, 64, BLOCK=64, grid=(1,))
+    assert len(list((tmp_path / "cache").rglob("double.cubin"))) == 2
+
+    late = replace(good, specialization=good.specialization.replace('"num_warps": 4', '"num_warps": 8'))
+    outcomes = compilers.wait([aborting, late])
+    assert outcomes == {aborting: "the compiler ended its process", late: ""}
+
+
+def test_a_collected_kernel_is_neither_compiled_nor_launched_and_the_hook_goes_again(hopper, tmp_path):
+    from triton import knobs
+
+    x = torch.ones(64)
+    assert len(collected(compiled_kernels.double, x, x, 64, BLOCK=64)) == 1
+    assert not (tmp_path / "cache").exists() and bool((x == 1).all())
+    assert knobs.runtime.jit_cache_hook is None
+
+
+def test_closing_ends_the_processes(hopper, compilers):
+    x = torch.zeros(64)
+    compilers.wait(collected(compiled_kernels.double, x, x, 64, BLOCK=64))
+    (process, *_) = compilers._pool._processes.values()
+    compilers.close()
+    process.join(10)
+    assert not process.is_alive()
+    assert os.getpid() != process.pid
