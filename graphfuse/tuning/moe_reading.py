@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from graphfuse.errors import brief
-from graphfuse.jsonfile import JsonObject
 from graphfuse.tuning.moe_file_names import FileName
 from graphfuse.tuning.moe_schema import Contents
 from graphfuse.tuning.moe_shared_memory import Limits, fit
@@ -47,13 +46,13 @@ def read_file(file: Path, shape: MoeShape, limits: Limits | None, running: Versi
     Raises:
         SchemaError: the file, or the `_down` file beside it, does not follow the schema.
     """
-    contents = Contents.read(JsonObject.read(file))
+    contents = Contents.read_file(file)
     entries = [(num_tokens, Tiles(entry.tile, entry.tile)) for num_tokens, entry in contents.entries.items()]
     files, said = [file], [*notes, *_origin_notes(file, contents, shape, running)]
     down_file = file.with_name(file.name.removesuffix(".json") + "_down.json")
     if os.path.isfile(down_file):
         files.append(down_file)
-        down = Contents.read(JsonObject.read(down_file))
+        down = Contents.read_file(down_file)
         entries, down_notes = _with_down(entries, down, shape)
         said += [f"{down_file.name}: {note}" for note in (*down.ignored, *down_notes)]
     said += _span_notes([num_tokens for num_tokens, _ in entries])

@@ -20,6 +20,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from graphfuse.errors import SchemaError, brief
@@ -85,8 +86,12 @@ class Contents:
     """Notes on what was left out of account, or assumed."""
 
     @classmethod
-    def read(cls, obj: JsonObject) -> Contents:
+    def read_file(cls, file: str | Path) -> Contents:
         """Raises `SchemaError` naming the file and the key."""
+        return cls.read(JsonObject.read(file))
+
+    @classmethod
+    def read(cls, obj: JsonObject) -> Contents:
         entries: dict[int, Entry] = {}
         seen: Counter[str] = Counter()
         for key in obj.data:

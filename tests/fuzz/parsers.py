@@ -38,7 +38,7 @@ from graphfuse.weights.load import load, local_folder
 from graphfuse.weights.plan import Copy
 from graphfuse.weights.stream import Reader
 from tests.documents import ROOT
-from tests.fuzz import documents
+from tests.fuzz import documents, moe_configs
 from tests.generation.conftest import make_tokenizer
 from tests.models import tiny
 
@@ -373,6 +373,12 @@ PARSERS = {
         Parser("tokenizer", documents.json_files(TOKENIZERS, TOKENIZER_WORDS), read_tokenizer, prepare_tokenizer),
         Parser("prompts", documents.json_lines(LINES, LINE_WORDS), read_prompts),
         Parser("table", documents.json_files(TABLES, TABLE_WORDS), read_table),
+        Parser(
+            "moe_config",
+            documents.json_files(moe_configs.CONFIGS, moe_configs.CONFIG_WORDS),
+            moe_configs.read_config,
+            moe_configs.prepare_config,
+        ),
         Parser("result", documents.json_files(RESULTS, RESULT_WORDS), read_result),
         Parser("facts", documents.json_files(FACTS, FACTS_WORDS), read_facts),
         Parser("settings", documents.json_files(SETTINGS, SETTING_WORDS), read_settings),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from graphfuse.errors import ConfigError, SchemaError
-from graphfuse.jsonfile import JsonObject
 from graphfuse.tuning import moe_files
 from graphfuse.tuning.moe_file_names import FileName, relatives
 from graphfuse.tuning.moe_files import FOLDER, find_table, read_table, write_table
@@ -73,6 +74,13 @@ def test_without_a_file_the_heuristic_serves_and_what_was_looked_for_is_said(shi
 
 def test_the_heuristic_keeps_to_the_devices_memory_too():
     assert find(None, 8, 256, shared_memory=SMALL_MEMORY).table.limits == Limits(SMALL_MEMORY)
+
+
+def test_the_device_is_asked_for_its_memory(monkeypatch):
+    properties = SimpleNamespace(shared_memory_per_block_optin=232_448)
+    for name, value in (("is_available", True), ("current_device", 0), ("get_device_properties", properties)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_args, value=value: value)
+    assert find(None, 8, 256).table.limits == Limits(232_448)
 
 
 def test_a_folder_that_is_gone_is_as_good_as_an_empty_one(tmp_path):
@@ -160,7 +168,7 @@ def test_all_shipped_configs_are_read_have_a_provenance_and_fit_99_kb():
         assert not name.down or path.with_name(path.name.replace("_down", "")) in SHIPPED, path
         if name.down:
             continue
-        contents = Contents.read(JsonObject.read(path))
+        contents = Contents.read_file(path)
         assert contents.provenance is not None and not contents.ignored, path
         shape = read_table(path, contents.provenance.hidden_size, contents.provenance.top_k).shape
         assert FileName.of(shape, contents.provenance.device) == name, path

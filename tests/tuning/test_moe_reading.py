@@ -13,6 +13,7 @@ from graphfuse.tuning.moe_files import read_table
 from graphfuse.tuning.moe_shared_memory import Limits, shared_memory_bytes
 from graphfuse.tuning.moe_table import MoeTable
 from graphfuse.tuning.moe_tiles import Tile, Tiles
+from tests.documents import ROOT
 from tests.tuning.moe import FIXTURES, SMALL_MEMORY, both, find
 
 pytestmark = pytest.mark.usefixtures("shipped_configs")
@@ -131,6 +132,13 @@ def test_what_a_smaller_gpu_cannot_hold_is_made_smaller():
     assert all(shared_memory_bytes(tiles.gate_up, limits) <= SMALL_MEMORY for _, tiles in found.table.entries)
     assert found.table.tiles(1) == both(16, 64, 64)
     assert MoeTable.from_text(found.table.to_text()).tiles(4) == found.table.tiles(4) != both(64, 256, 64, 8, 8, 4)
+
+
+def test_the_example_of_the_documentation_is_a_file(tmp_path):
+    (example,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "moe.md").read_text(), re.DOTALL)
+    (tmp_path / "E=128,N=384,device_name=NVIDIA_H200.json").write_text(example)
+    found = find(tmp_path, 128, 384, triton_version="3.6.0")
+    assert [n for n, _ in found.table.entries] == [1, 64] and found.table.measured_us == ((1, 27.1),)
 
 
 # --- broken files ----------------------------------------------------------------------------------------------------

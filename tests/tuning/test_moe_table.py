@@ -51,6 +51,10 @@ def test_the_nearest_entry_serves_within_the_span_and_the_heuristic_elsewhere(nu
     assert chosen(table(8, 16, 64, 1024), num_tokens) == expected
 
 
+def test_neighbours_four_times_apart_have_no_hole_between_them():
+    assert chosen(table(8, 32), 20) == "tuned 32" and chosen(table(8, 33), 20) == "heuristic 20"
+
+
 def test_a_table_that_begins_at_96_tokens_leaves_decoding_to_the_heuristic():
     assert [chosen(table(96, 128, 256, 512, 1024), n) for n in (1, 95, 96, 100, 2048)] == [
         "heuristic 1", "heuristic 95", "tuned 96", "tuned 96", "heuristic 2048",
