@@ -132,7 +132,12 @@ class Session:
             self.group = _shared_group(module, self.report)
         if self._capture is None and not self.report.num_graphs and (self._first_is_shared or has_collectives(module)):
             require_same_graph(self.group, module)
-        context = Context(Groups.of(self.group), lambda dtype, size: self._decide(dtype, size, device))
+        context = Context(
+            Groups.of(self.group),
+            lambda dtype, size: self._decide(dtype, size, device),
+            facts=lambda: self._gathered(device),
+            moe_config_dir=None if self.config.moe_config_dir is None else os.fspath(self.config.moe_config_dir),
+        )
         name_inputs(module.graph, sources)
         before = _copy(module) if self._capture else None
         self._verify(module, context, "The traced model is wrong on several ranks, before any rewriting", _MEND_MODEL)
@@ -147,12 +152,9 @@ class Session:
         self._spent("passes", result.seconds)
         self._verify(module, context, "Rewriting made the model wrong on several ranks", _FIND_RULE)
         self.report.rules = result.rules
-        self.report.moe = _moe_layers(module)
-        if self.config.moe_config_dir and self.report.moe:
-            self.report.note("moe_config_dir is not read: this version runs experts on plain PyTorch kernels")
         self._prepare_workspaces(result.sites, device)
         sites = [dataclasses.replace(s, backends=self._served(s)) for s in result.sites]
-        self.report.add_graph(sites)
+        self.report.add_graph(sites, result.experts)
         self.report.gate = self._gate_summary()
         if self.config.fusion == "require":
             self._require(self.report)
@@ -200,13 +202,15 @@ class Session:
     def _decide(self, dtype: torch.dtype, hidden_size: int, device: torch.device) -> gate.Decision:
         key = (dtype, hidden_size)
         if key not in self._decisions:
-            if self._facts is None:
-                assert self.group is not None
-                self._facts = gate.gather_facts(self.group, device)
             self._decisions[key] = gate.decide(
-                self._facts, dtype=dtype, hidden_size=hidden_size, allreduce=self.config.allreduce
+                self._gathered(device), dtype=dtype, hidden_size=hidden_size, allreduce=self.config.allreduce
             )
         return self._decisions[key]
+
+    def _gathered(self, device: torch.device) -> gate.Facts:
+        if self._facts is None:
+            self._facts = gate.gather_facts(self.group, device)
+        return self._facts
 
     def _prepare_workspaces(self, sites: Sequence[SiteReport], device: torch.device) -> None:
         """Make the comm backends of the sites just found ready, on every rank or on none."""
@@ -369,15 +373,6 @@ def _fuel() -> int | None:
     if not (text.isdecimal() and text.isascii() and len(text) <= 18):  # "²" is a digit, too
         raise ConfigError(f"GRAPHFUSE_FUEL={brief(text)} is not a number of rewrites. Unset it, or give 0, 1, 2, ...")
     return int(text)
-
-
-def _moe_layers(module: GraphModule) -> list[dict[str, Any]]:
-    """The expert layers of a graph and what serves them."""
-    return [
-        {"module": node.meta.get("graphfuse_path", ""), "config": None, "source": "reference"}
-        for node in module.graph.nodes
-        if node.op == "call_function" and str(node.target).startswith("graphfuse.moe_experts")
-    ]
 
 
 def _writes_caches(module: GraphModule) -> bool:

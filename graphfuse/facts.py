@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 SCHEMA = 1
 MOST_RANKS = 1 << 16
 
+# KiB that a block of threads may have, by compute capability (CUDA C++ Programming Guide, technical specifications).
+SHARED_MEMORY_KIB = {
+    (7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99,
+    (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227, (12, 0): 99, (12, 1): 99,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -63,6 +69,12 @@ class Facts:
 
     notes: tuple[str, ...] = ()
     """Sentences on what the ranks disagree about or could not find out."""
+
+    @property
+    def shared_memory(self) -> int | None:
+        """Bytes that a block of threads may have; None on the CPU and for GPUs that are not known."""
+        kib = SHARED_MEMORY_KIB.get(self.compute_capability) if self.compute_capability else None
+        return kib and kib * 1024
 
     def for_world_size(self, world_size: int) -> Facts:
         """The same kind of host for another number of ranks, as `explain` asks. More ranks than described: several."""

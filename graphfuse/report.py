@@ -1,7 +1,8 @@
 """What became of every reduction of a model: a table for people, JSON for programs.
 
 One `SiteReport` per all-reduce of the traced model, also those of other groups and other reduce ops, each once however
-many graphs the model was traced into. A site is fused, merged into another one, or declined with the reasons.
+many graphs the model was traced into. A site is fused, merged into another one, or declined with the reasons. Layers of
+routed experts have lines of their own (`graphfuse/report_experts.py`).
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import io
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-SCHEMA = 1
+from graphfuse.report_experts import LOWERED, ExpertsReport, summary
+
+SCHEMA = 2
 FUSED, MERGED, DECLINED = "fused", "merged", "declined"
 
 
@@ -76,7 +79,9 @@ class Report:
 
     sites: list[SiteReport] = field(default_factory=list)
     gate: dict[str, Any] = field(default_factory=dict)
-    moe: list[dict[str, Any]] = field(default_factory=list)
+    moe: list[ExpertsReport] = field(default_factory=list)
+    """Every layer of routed experts, and the config that serves it or the reason that it was left alone."""
+
     notes: list[str] = field(default_factory=list)
     """Facts a user should know: why layers were not traced as regions, more than one graph, an ignored setting."""
 
@@ -104,10 +109,15 @@ class Report:
             "declined": status[DECLINED],
         }
 
-    def add_graph(self, sites: list[SiteReport]) -> None:
+    def add_graph(self, sites: list[SiteReport], experts: list[ExpertsReport] | None = None) -> None:
         """Merge the sites of one more graph of the same model: a site seen before stays one line, and if two graphs
-        disagree about it, the declined one shows, since that is what a user must know."""
+        disagree about it, the declined one shows, since that is what a user must know. So it is with experts."""
         self.num_graphs += 1
+        layers = _by_place(self.moe)
+        for where, layer in _by_place(experts or []).items():
+            if where not in layers or layer.status != LOWERED:
+                layers[where] = layer
+        self.moe = list(layers.values())
         places = _by_place(self.sites)
         for place, site in _by_place(sites).items():
             known = places.get(place)
@@ -126,7 +136,7 @@ class Report:
             "sites": [site.to_json() for site in self.sites],
             "totals": self.totals,
             "gate": self.gate,
-            "moe": self.moe,
+            "moe": [layer.to_json() for layer in self.moe],
             "notes": self.notes,
             "placements": self.placements,
             "graphs": self.num_graphs,
@@ -171,7 +181,7 @@ class Report:
         if self.placements:
             found = self.placements
             notes.append(f"placements: proved {found['proved']} values, {found['unknown']} unknown")
-        return notes + self.notes
+        return notes + summary(self.moe) + self.notes
 
     def to_text(self) -> str:
         """The table as plain text."""
@@ -183,13 +193,16 @@ class Report:
     __str__ = to_text
 
 
-def _by_place(sites: list[SiteReport]) -> dict[tuple[str, int], SiteReport]:
-    """Sites keyed by (module path, how many came before it in that module): stable from graph to graph."""
+Line = TypeVar("Line", SiteReport, ExpertsReport)
+
+
+def _by_place(lines: list[Line]) -> dict[tuple[str, int], Line]:
+    """Lines keyed by (module path, how many came before it in that module): stable from graph to graph."""
     seen: Counter[str] = Counter()
     places = {}
-    for site in sites:
-        places[site.module, seen[site.module]] = site
-        seen[site.module] += 1
+    for line in lines:
+        places[line.module, seen[line.module]] = line
+        seen[line.module] += 1
     return places
 
 

@@ -1,7 +1,8 @@
 """Run rules over a graph: one loop for all of them, which counts, times, dumps, and records every reduction's fate.
 
 Rules are tried in order, each at every anchor it has left. The result lists one `SiteReport` per all_reduce of the
-graph as it came in. Rewriting can be stopped after the n-th rewrite (fuel) to bisect a bad one.
+graph as it came in, and one `ExpertsReport` per layer of experts that is in it at the end. Rewriting can be stopped
+after the n-th rewrite (fuel) to bisect a bad one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -20,20 +21,25 @@ from torch.fx import GraphModule, Node
 from graphfuse.config import FuseConfig
 from graphfuse.errors import GraphfuseError, RuleError, UnknownRuleError
 from graphfuse.passes.dump import Dump
+from graphfuse.passes.expert_layers import RULES as EXPERT_RULES
+from graphfuse.passes.expert_layers import expert_layers
 from graphfuse.passes.graph_reading import aten, is_call, module_path
 from graphfuse.passes.reductions import reductions
 from graphfuse.passes.rule import Context, Decline, Rule, Site, Tier
 from graphfuse.passes.verify_reductions import ledger, verify_reductions
 from graphfuse.report import DECLINED, FUSED, MERGED, DeclineReport, SiteReport
+from graphfuse.report_experts import ExpertsReport
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class PassResult:
-    """What one run did: a line per reduction, counters per rule, and how long it took in seconds."""
+    """What one run did: a line per reduction and per layer of experts, counters per rule, and how long it took in
+    seconds."""
 
     sites: list[SiteReport] = field(default_factory=list)
+    experts: list[ExpertsReport] = field(default_factory=list)
     rules: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -71,18 +77,21 @@ def run_passes(
     before = ledger(graph, context.groups)
     result = PassResult()
     dump.write("before", module)
+    elsewhere: defaultdict[Node, list[DeclineReport]] = defaultdict(list)  # declines of what is no reduction
+    switches: list[DeclineReport] = []
     if config.fusion == "off":
-        for fate in fates:
-            fate.declines.append(DeclineReport("fusion", "fusion is switched off (fusion='off')"))
+        switches = [DeclineReport("fusion", "fusion is switched off (fusion='off')")]
         rules = []
-    elif not context.groups.ranks or context.groups.size == 1:
+    else:
+        disabled = sorted(config.disabled_rules)
+        switches = [DeclineReport(name, f"the rule {name} is switched off (disabled_rules)") for name in disabled]
+    if rules and (not context.groups.ranks or context.groups.size == 1):
         why = "the group has one rank: there is nothing to reduce" if context.groups.ranks else "no group was given"
         for fate in fates:
             fate.declines.append(DeclineReport("group", why))
-        rules = []
-    for name in sorted(config.disabled_rules) if config.fusion != "off" else ():
-        for fate in fates:
-            fate.declines.append(DeclineReport(name, f"the rule {name} is switched off (disabled_rules)"))
+        rules = [rule for rule in rules if not rule.needs_group]
+    for fate in fates:
+        fate.declines += [switch for switch in switches if switch.rule not in EXPERT_RULES]
 
     for rule in rules:
         started, matches, declines = time.perf_counter(), 0, 0
@@ -97,7 +106,9 @@ def run_passes(
             reduction_fate = fate_of.get(node)
             if isinstance(outcome, Decline):
                 declines += 1
-                if reduction_fate is not None:
+                if reduction_fate is None:
+                    elsewhere[node].append(DeclineReport(rule.name, outcome.reason, closeness))
+                else:
                     reduction_fate.declines.append(DeclineReport(rule.name, outcome.reason, closeness))
                     reduction_fate.residual = reduction_fate.residual or outcome.residual
                 continue
@@ -124,6 +135,7 @@ def run_passes(
     graph.lint()
     module.recompile()
     result.sites = [fate.report() for fate in fates]
+    result.experts = expert_layers(graph, elsewhere, switches)
     result.seconds = time.perf_counter() - start
     return result
 

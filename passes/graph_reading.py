@@ -6,8 +6,10 @@ dimension), copies and dtype casts may stand; `Step` records the ones passed, so
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -44,6 +46,20 @@ def value(node: object) -> torch.Tensor | None:
 
 def is_call(node: object, *targets: object) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def argument(node: Node, name: str) -> Any:
+    """An op's argument by its name in the schema, whether given by position, by name or not at all."""
+    names, defaults = parameters(node.target)
+    index = names.index(name)
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name, defaults.get(name))
+
+
+@functools.lru_cache(maxsize=1024)
+def parameters(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of an op's parameters, and the defaults of those that have one."""
+    arguments = target._schema.arguments
+    return tuple(a.name for a in arguments), {a.name: a.default_value for a in arguments if a.has_default_value()}
 
 
 def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:

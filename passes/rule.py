@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graphfuse.gate import Decision
+from graphfuse.gate import Decision, Facts
 from graphfuse.passes.groups import Groups
 
 
@@ -43,8 +43,8 @@ class Decline:
 class Site:
     """What a rule matched: enough to rewrite it and to report it."""
 
-    reduction: Node
-    """The all_reduce node."""
+    anchor: Node
+    """Where it starts: the all_reduce, for rules about reductions."""
 
     op: str
     """Name of the op that will stand there, for the report."""
@@ -74,6 +74,15 @@ class Context:
     placements: dict[str, Any] = field(default_factory=dict)
     """Filled by the first rule that asks: the placement of every value over the ranks, by name."""
 
+    facts: Callable[[], Facts] = lambda: Facts("cpu", 1)
+    """What the group runs on. Collective at the first call."""
+
+    moe_config_dir: str | None = None
+    """A folder of tuned MoE kernel configs that is searched before the shipped ones."""
+
+    moe_tables: dict[Any, Any] = field(default_factory=dict)
+    """Filled by the rule that lowers experts: what was found for a shape, so that its files are read once."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -88,6 +97,9 @@ class Rule:
 
     reduces: frozenset[object] = frozenset()
     """Ops this rule emits that sum their first argument over the compiled group, for the verifier."""
+
+    needs_group: bool = True
+    """Rules about reductions have nothing to do where there is one rank; where this is False, a rule runs there too."""
 
     dispatched: bool = False
     """The op picks a comm backend by size at run time: workspaces are made for it, and the report names its ranges."""

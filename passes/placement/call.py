@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 
-from graphfuse.passes.graph_reading import value
+from graphfuse.passes.graph_reading import argument, parameters, value
 from graphfuse.passes.groups import Groups
 from graphfuse.passes.placement.lattice import (
     INHERITED,
@@ -22,13 +21,6 @@ from graphfuse.passes.placement.lattice import (
     Replicated,
     Unknown,
 )
-
-
-@functools.lru_cache(maxsize=1024)
-def _parameters(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    arguments = target._schema.arguments
-    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return tuple(a.name for a in arguments), defaults
 
 
 @dataclass(frozen=True)
@@ -51,14 +43,10 @@ class Call:
     groups: Groups
 
     def argument(self, name: str) -> Any:
-        names, defaults = _parameters(self.node.target)
-        index = names.index(name)
-        if index < len(self.node.args):
-            return self.node.args[index]
-        return self.node.kwargs.get(name, defaults.get(name))
+        return argument(self.node, name)
 
     def has(self, name: str) -> bool:
-        return name in _parameters(self.node.target)[0]
+        return name in parameters(self.node.target)[0]
 
     def first(self) -> Operand:
         return self.as_operand(self.node.args[0])

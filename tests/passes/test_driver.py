@@ -21,7 +21,7 @@ from graphfuse.passes.rule import Decline, Rule, Site, Tier
 from graphfuse.testing import fake_tp, trace
 from tests.passes.graphs import HIDDEN, Builder, aten, c10d, context, flat_layers
 
-MERGE, ADD_NORM, NORM = "merge_reductions", "all_reduce_add_rms_norm", "all_reduce_rms_norm"
+MATCH, MERGE, ADD_NORM, NORM, LOWER = [rule.name for rule in default_rules()]
 FUSED_ADD_NORM = torch.ops.graphfuse.all_reduce_add_rms_norm.default
 
 
@@ -64,12 +64,12 @@ def test_a_disabled_rule_does_not_run_and_the_report_says_so(group):
     result = run(flat_layers(2, group.group_name), group, disabled_rules={ADD_NORM})
     assert [site.status for site in result.sites] == ["declined"] * 2
     assert f"the rule {ADD_NORM} is switched off (disabled_rules)" in [d.reason for d in result.sites[0].declines]
-    assert list(result.rules) == [MERGE, NORM]
+    assert list(result.rules) == [MATCH, MERGE, NORM, LOWER]
 
 
 def test_an_unknown_rule_is_an_error_that_lists_the_known_ones():
     with pytest.raises(
-        UnknownRuleError, match=f"disabled_rules names 'nrom', which .* Known: {MERGE}, {ADD_NORM}, {NORM}"
+        UnknownRuleError, match=f"disabled_rules names 'nrom', which .* Known: {MATCH}, {MERGE}, {ADD_NORM}, {NORM}"
     ):
         select_rules(default_rules(), FuseConfig(disabled_rules={"nrom"}))
 
@@ -108,7 +108,7 @@ def with_relu(group):
 def test_a_rule_of_the_user_runs_behind_the_built_in_ones(group):
     module = with_relu(group)
     result = run(module, group, [*default_rules(), NO_RELU])
-    assert list(result.rules) == [MERGE, ADD_NORM, NORM, "no_relu"]
+    assert list(result.rules) == [MATCH, MERGE, ADD_NORM, NORM, LOWER, "no_relu"]
     assert result.rules["no_relu"]["matches"] == 1
     assert count(module, aten.relu.default) == 0
     assert count(module, FUSED_ADD_NORM) == 1
@@ -175,8 +175,10 @@ def test_fuel_that_is_no_number_is_an_error(group, monkeypatch):
 def test_dumps_are_numbered_and_readable(group, tmp_path):
     run(flat_layers(1, group.group_name), group, dump=Dump(str(tmp_path / "dump"), prefix="graph0_"))
     files = sorted(path.name for path in (tmp_path / "dump").iterdir())
-    assert files == [f"graph0_00{i}_{name}.py" for i, name in enumerate(("before", MERGE, ADD_NORM, NORM))]
-    before, _, after, last = ((tmp_path / "dump" / name).read_text() for name in files)
+    assert files == [
+        f"graph0_00{i}_{name}.py" for i, name in enumerate(("before", MATCH, MERGE, ADD_NORM, NORM, LOWER))
+    ]
+    before, _, _, after, _, last = ((tmp_path / "dump" / name).read_text() for name in files)
     assert "torch.ops._c10d_functional.all_reduce.default" in before
     assert "torch.ops.graphfuse.all_reduce_add_rms_norm.default" in after
     assert "all_reduce.default" not in after
@@ -192,7 +194,7 @@ def test_a_dump_folder_that_cannot_be_made_is_an_error(tmp_path):
 def test_counters_and_times(group):
     result = run(flat_layers(3, group.group_name), group)
     counts = {name: (r["matches"], r["declines"]) for name, r in result.rules.items()}
-    assert counts == {MERGE: (0, 3), ADD_NORM: (3, 0), NORM: (0, 0)}
+    assert counts == {MATCH: (0, 0), MERGE: (0, 3), ADD_NORM: (3, 0), NORM: (0, 0), LOWER: (0, 0)}
     assert all(0 <= r["seconds"] <= result.seconds for r in result.rules.values())
 
 
