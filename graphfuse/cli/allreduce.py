@@ -1,4 +1,4 @@
-"""`graphfuse bench allreduce`, `bench plot` and `tune allreduce`: how fast the fused all-reduce is on this host."""
+"""`graphfuse bench allreduce` and `tune allreduce`: how fast the fused all-reduce is on this host."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from graphfuse.cli import launch
 from graphfuse.cli.errors import plain_errors
+from graphfuse.cli.measuring import sizes
 from graphfuse.errors import ConfigError, GroupError
 
 if TYPE_CHECKING:
@@ -20,9 +21,6 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _HIDDEN = "2048,4096,7168"
 _TOKENS = ",".join(str(1 << power) for power in range(15))
 
-bench = typer.Typer(help="Measure graphfuse's parts beside their alternatives.", no_args_is_help=True)
-tune = typer.Typer(help="Measure this host and write what graphfuse should choose on it.", no_args_is_help=True)
-
 Tp = Annotated[int | None, typer.Option(help="Ranks, one GPU each. Under torchrun: as many as it started.")]
 Hidden = Annotated[str, typer.Option(help="Hidden sizes, with commas between.")]
 Tokens = Annotated[str, typer.Option(help="Token counts, with commas between.")]
@@ -31,7 +29,6 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Plot = Annotated[Path | None, typer.Option(help="A picture to draw: .png, .svg or .pdf.")]
 
 
-@bench.command("allreduce")
 def bench_allreduce(
     tp: Tp = None,
     hidden: Hidden = _HIDDEN,
@@ -48,20 +45,6 @@ def bench_allreduce(
         _measure(tp, hidden, tokens, dtype, device, output, plot, wanted=candidates)
 
 
-@bench.command("plot")
-def bench_plot(
-    result: Annotated[Path, typer.Argument(help="What bench allreduce --output wrote.")],
-    output: Annotated[Path, typer.Option(help="The picture to draw: .png, .svg or .pdf.")],
-) -> None:
-    """Draw a result: time over tokens, a panel for each hidden size."""
-    with plain_errors():
-        from graphfuse.tuning.allreduce_plot import plot
-        from graphfuse.tuning.allreduce_result import Result
-
-        plot(Result.read(result), output)
-
-
-@tune.command("allreduce")
 def tune_allreduce(
     tp: Tp = None,
     hidden: Hidden = _HIDDEN,
@@ -107,7 +90,7 @@ def _measure(
 ) -> Result | None:
     """Start the ranks, or measure as one of them. The result on rank 0, None on the others."""
     # Everything that can be wrong on the command line is found here, before any process is started.
-    hidden_sizes, token_counts = _sizes("--hidden", hidden), _sizes("--tokens", tokens)
+    hidden_sizes, token_counts = sizes("--hidden", hidden), sizes("--tokens", tokens)
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype} is not known. Use {', '.join(_DTYPES)}.")
     num_ranks = launch.check_ranks(tp)
@@ -115,7 +98,7 @@ def _measure(
         raise GroupError("One rank has nothing to reduce. Give --tp 2 or more.")
     device_type = launch.pick_device(device, num_ranks)
     if plot_file is not None:
-        from graphfuse.tuning.allreduce_plot import check_plot
+        from graphfuse.tuning.plotting import check_plot
 
         check_plot(plot_file)
 
@@ -176,17 +159,6 @@ def _write_table(result: Result, source: str, output: Path, stands_in_for: list[
         served = ", ".join(r.label if r.max_bytes is None else f"{r.label} ≤ {r.max_bytes >> 10} KiB" for r in ranges)
         print(f"hidden size {'beyond' if up_to is None else f'≤ {up_to}'}: {served}")
     print(f"{file} is written; {TABLE_FOLDER_VARIABLE}={file.parent} makes graphfuse use it.")
-
-
-def _sizes(option: str, text: str) -> tuple[int, ...]:
-    """Rising numbers from "1,2,4"."""
-    try:
-        sizes = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        sizes = [0]
-    if sizes[0] < 1:
-        raise ConfigError(f"{option} {text} is not a list of sizes. Give numbers from 1 with commas between.")
-    return tuple(sizes)
 
 
 def _say_nothing(*_: object, flush: bool = False) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from graphfuse.cli.allreduce import bench, tune
+from graphfuse.cli.allreduce import bench_allreduce, tune_allreduce
+from graphfuse.cli.bench_moe import bench_moe
 from graphfuse.cli.doctor_command import doctor
 from graphfuse.cli.explain import explain
 from graphfuse.cli.generate import generate
+from graphfuse.cli.measuring import bench_plot
 
 app = typer.Typer(
     name="graphfuse",
@@ -18,7 +20,15 @@ app = typer.Typer(
 )
 for command in (generate, explain, doctor):
     app.command()(command)
+
+bench = typer.Typer(help="Measure graphfuse's parts beside their alternatives.", no_args_is_help=True)
+bench.command("allreduce")(bench_allreduce)
+bench.command("moe")(bench_moe)
+bench.command("plot")(bench_plot)
 app.add_typer(bench, name="bench")
+
+tune = typer.Typer(help="Measure this host and write what graphfuse should choose on it.", no_args_is_help=True)
+tune.command("allreduce")(tune_allreduce)
 app.add_typer(tune, name="tune")
 
 if __name__ == "__main__":

@@ -127,8 +127,7 @@ def make_routing(
     Raises:
         ConfigError: `routing` is not known.
     """
-    if routing not in ROUTINGS:
-        raise ConfigError(f"The routing {routing!r} is not known. Use {' or '.join(ROUTINGS)}.")
+    check_routing(routing)
     generator = torch.Generator(device).manual_seed(seed + 2)
     experts = shape.num_experts
     made = []
@@ -152,6 +151,12 @@ def num_sets(num_tokens: int) -> int:
 def experts_touched(routing: Sequence[tuple[Tensor, Tensor]]) -> float:
     """Distinct experts of a set, on average."""
     return sum(ids.unique().numel() for ids, _ in routing) / len(routing)
+
+
+def check_routing(routing: str) -> None:
+    """Raises `ConfigError` where `make_routing` does not know it."""
+    if routing not in ROUTINGS:
+        raise ConfigError(f"The routing {routing!r} is not known. Use {' or '.join(ROUTINGS)}.")
 
 
 def _check_form(form: str, shape: MoeShape) -> None:

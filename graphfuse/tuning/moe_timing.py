@@ -53,14 +53,14 @@ def time_candidates(candidates: Mapping[str, Sequence[Call]], *, rounds: int = R
         BackendUnavailableError: there is no GPU.
     """
     check_gpu()
-    pool = torch.cuda.graph_pool_handle()
+    pool = new_pool()
     times = replay_rounds({name: record(calls, pool) for name, calls in candidates.items()}, rounds=rounds)
     return {name: median(each) for name, each in times.items()}
 
 
 @torch.no_grad()
 def record(calls: Sequence[Call], pool: Any = None) -> Recording:
-    """Calls as one graph. Their results are thrown away, so recordings may share a `torch.cuda.graph_pool_handle()`."""
+    """Calls as one graph. Their results are thrown away, so recordings may share a `new_pool()`."""
     check_gpu()
     for call in calls:
         call()
@@ -87,6 +87,11 @@ def replay_rounds(recordings: Mapping[str, Recording], *, rounds: int = ROUNDS) 
         for name, microseconds in finish.items():
             times[name].append(microseconds())
     return times
+
+
+def new_pool() -> Any:
+    """Memory for intermediate results that recordings can share, being replayed one after the other."""
+    return torch.cuda.graph_pool_handle()
 
 
 def check_gpu() -> None:
