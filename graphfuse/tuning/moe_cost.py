@@ -55,11 +55,13 @@ class Device:
         """The current CUDA device. Rates grow with its SMs, which is enough for a ranking."""
         import torch
 
+        from graphfuse.tuning.moe_files import device_shared_memory
+
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         share = properties.multi_processor_count / cls.num_sms
         return cls(
             properties.multi_processor_count,
-            properties.shared_memory_per_block_optin,
+            device_shared_memory() or cls.shared_memory,
             cls.memory_bandwidth * share,
             cls.l2_bandwidth * share,
             cls.bf16_flops * share,
