@@ -1,0 +1,193 @@
+"""Path of `graphfuse::moe_experts` through the Triton kernels: sort, gate_up, down, combine.
+
+    few choices      gate_up ─► down ─► combine                               each program finds its choices itself
+    otherwise        sort ─► gate_up ─► down ─► combine
+    FP8, dynamic     a scale for a row needs the whole row: tokens and intermediate are quantised by kernels of their own.
+                     A scale for a group of inputs is found where the group is: in gate_up for the intermediate, if a
+                     program makes whole groups; in the loop of the product, if there are few choices
+
+Nothing waits for the device or depends on values on the host, so all of it can be captured in a CUDA graph.
+
+Legend: T tokens, H hidden, E experts held here, I intermediate size here, K choices per token, P = T * K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from graphfuse.kernels.moe_combine import combine
+from graphfuse.kernels.moe_down import down
+from graphfuse.kernels.moe_gate_up import gate_up
+from graphfuse.kernels.moe_product import AS_IS, GROUPS, SCALED, STATIC
+from graphfuse.kernels.moe_scales import BLOCKS, CHANNELS, NONE, ROWS, TENSOR
+from graphfuse.kernels.moe_sort import sort_choices
+from graphfuse.kernels.quantise import quantise
+from graphfuse.ops.moe_reference import ExpertWeights
+from graphfuse.ops.moe_triton import FP8
+from graphfuse.tuning.moe_tiles import Tile, Tiles
+
+UNSORTED_CHOICES = 256
+"""Up to so many choices programs find theirs by themselves, which costs less than a sort before."""
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """What a product multiplies by the weights, and how its scales are to be read."""
+
+    x: Tensor
+    how: int
+    scale: Tensor
+    scale_kind: int
+    stride_scale: int
+
+
+def run(
+    tokens: Tensor,
+    weights: ExpertWeights,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    activation: str,
+    activation_limit: float | None,
+    tokens_scale: Tensor | None,
+    intermediate_scale: Tensor | None,
+    dynamic: bool,
+    dtype: torch.dtype,
+    tiles: Tiles,
+    first_expert: int = 0,
+) -> Tensor:
+    """`[T, H]` in `dtype`, for arguments that the op has checked and `moe_triton.can_run` has no objection to."""
+    num_tokens, hidden = tokens.shape
+    out = torch.empty(num_tokens, hidden, dtype=dtype, device=tokens.device)
+    if num_tokens == 0 or topk_ids.numel() == 0:
+        return out.zero_()
+    tokens, topk_ids, topk_weights = _rows_adjacent(tokens), topk_ids.contiguous(), topk_weights.contiguous()
+    experts, two_i, _ = weights.gate_up_shape
+    inner, choices, top_k = two_i // 2, topk_ids.numel(), topk_ids.shape[1]
+    tile = tiles.gate_up
+    is_sorted = choices > UNSORTED_CHOICES
+    if is_sorted:
+        order, blocks, num_blocks = sort_choices(topk_ids, first_expert, experts, tile.block_size_m)
+    else:
+        order, blocks, num_blocks = topk_ids, topk_ids, choices
+    routing = (topk_ids, order, blocks)
+    counts = (first_expert, experts, choices, num_blocks)
+    sizes = {"SORTED": is_sorted, "CHOICES": max(16, triton.next_power_of_2(choices)) if not is_sorted else 1}
+    quantised = weights.gate_up.dtype in FP8
+    block_n, block_k = weights.block_shape if weights.block_shape and weights.gate_up_scale is not None else (1, 0)
+
+    x = _tokens_operand(tokens, tokens_scale, weights.gate_up.dtype, dynamic, block_k, is_sorted)
+    half = tile.block_size_n // 2
+    groups_whole = dynamic and block_k == half
+    stored = weights.gate_up.dtype if intermediate_scale is not None or groups_whole else dtype
+    middle = torch.empty(choices, inner, dtype=stored, device=tokens.device)
+    middle_scales = middle
+    if groups_whole:
+        middle_scales = middle.new_empty(choices, triton.cdiv(inner, half), dtype=torch.float32)
+    gate_up[(num_blocks * triton.cdiv(inner, half),)](
+        x.x, weights.gate_up, _or(weights.gate_up_bias, x.x), middle, middle_scales, _or(intermediate_scale, x.x),
+        *routing, x.scale, _or(weights.gate_up_scale, x.x), *counts, top_k, inner, hidden,
+        0.0 if activation_limit is None else activation_limit, x.x.stride(0), *_strides(weights.gate_up, weights),
+        x.stride_scale, _per_expert(intermediate_scale), _stride(weights.gate_up_scale), block_n,
+        X=x.how, X_SCALE=x.scale_kind, W_SCALE=_w_scale(weights, weights.gate_up_scale),
+        OUT=STATIC if intermediate_scale is not None else GROUPS if groups_whole else AS_IS,
+        BIAS=weights.gate_up_bias is not None, ACTIVATION=activation, LIMITED=activation_limit is not None,
+        INTERLEAVED=weights.interleaved, ONE_SCALE=not weights.interleaved and _in_one_block(half, inner, block_n),
+        **sizes, EVEN_N=inner % half == 0, **_tile(tile, hidden, block_k),
+    )  # fmt: skip
+
+    if intermediate_scale is not None:
+        scale = intermediate_scale
+        x = _Operand(middle, AS_IS, scale, TENSOR, _per_expert(scale))
+    elif groups_whole:
+        x = _Operand(middle, SCALED, middle_scales, ROWS, middle_scales.stride(0))
+    elif dynamic and quantised:
+        x = _tokens_operand(middle, None, weights.down.dtype, dynamic, block_k, is_sorted)
+    else:
+        x = _Operand(middle, AS_IS, middle, NONE, 0)
+    tile = tiles.down
+    by_choice = torch.empty(choices, hidden, dtype=dtype, device=tokens.device)
+    down[(num_blocks * triton.cdiv(hidden, tile.block_size_n),)](
+        x.x, weights.down, _or(weights.down_bias, x.x), by_choice, *routing, x.scale, _or(weights.down_scale, x.x),
+        *counts, hidden, inner, *_strides(weights.down, weights), x.stride_scale, _stride(weights.down_scale), block_n,
+        X=x.how, X_SCALE=x.scale_kind, W_SCALE=_w_scale(weights, weights.down_scale),
+        BIAS=weights.down_bias is not None, ONE_SCALE=_in_one_block(tile.block_size_n, 0, block_n),
+        **sizes, EVEN_N=hidden % tile.block_size_n == 0, **_tile(tile, inner, block_k),
+    )  # fmt: skip
+    combine(by_choice, topk_ids, topk_weights, first_expert, experts, out)
+    return out
+
+
+def _tokens_operand(
+    x: Tensor, scale: Tensor | None, stored: torch.dtype, dynamic: bool, block_k: int, is_sorted: bool
+) -> _Operand:
+    """x as it is, or quantised before the product, or to be quantised in it."""
+    if x.dtype in FP8:
+        assert scale is not None  # checked by the op
+        rows = scale.dim() == 2
+        kind, stride = (ROWS, scale.stride(0)) if rows else (TENSOR, _per_expert(scale))
+        grouped = rows and block_k > 0 and scale.shape[1] > 1
+        if block_k and not grouped:  # one scale for all groups of a row
+            scale = scale.expand(x.shape[0], triton.cdiv(x.shape[1], block_k)).contiguous() if rows else scale
+            grouped, stride = rows, scale.stride(0) if rows else stride
+        return _Operand(x, SCALED if grouped else AS_IS, scale, kind, stride)
+    if scale is not None:
+        return _Operand(x, STATIC, scale, TENSOR, _per_expert(scale))
+    if not dynamic:
+        return _Operand(x, AS_IS, x, NONE, 0)
+    if block_k and not is_sorted:
+        return _Operand(x, GROUPS, x, NONE, 0)
+    x, scale = quantise(x, block_k or x.shape[1], stored)
+    return _Operand(x, SCALED if block_k else AS_IS, scale, ROWS, scale.stride(0))
+
+
+def _rows_adjacent(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """Kernels take a pointer even where they read nothing."""
+    return other if tensor is None else tensor.contiguous()
+
+
+def _stride(scale: Tensor | None) -> int:
+    return 0 if scale is None else scale.numel() // scale.shape[0]
+
+
+def _per_expert(scale: Tensor | None) -> int:
+    return 0 if scale is None or scale.numel() == 1 else 1
+
+
+def _strides(weight: Tensor, weights: ExpertWeights) -> tuple[int, int, int]:
+    """(expert, output, input)."""
+    expert, a, b = weight.stride()
+    return (expert, b, a) if weights.transposed else (expert, a, b)
+
+
+def _w_scale(weights: ExpertWeights, scale: Tensor | None) -> int:
+    if scale is None:
+        return NONE
+    return BLOCKS if weights.block_shape is not None else TENSOR if scale.dim() == 1 else CHANNELS
+
+
+def _in_one_block(columns: int, second_half: int, block_n: int) -> bool:
+    """Whether each program's columns share one block of scales, also those that start at second_half."""
+    return block_n % columns == 0 and second_half % columns == 0
+
+
+def _tile(tile: Tile, num_inputs: int, block_k: int) -> dict[str, int | bool]:
+    """A tile as the kernels' keyword arguments. Scales of blocks fix BLOCK_K."""
+    size = block_k or tile.block_size_k
+    return {
+        "EVEN_K": num_inputs % size == 0,
+        "SWAP": tile.swap_ab,
+        "BLOCK_M": tile.block_size_m,
+        "BLOCK_N": tile.block_size_n,
+        "BLOCK_K": size,
+        "GROUP_M": tile.group_size_m,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
