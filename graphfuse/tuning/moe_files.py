@@ -129,8 +129,7 @@ def device_shared_memory() -> int | None:
 
 def _find_file(folder: Path, shape: MoeShape, device: str, running: Version) -> tuple[Path | None, list[str]]:
     """The file for exactly this device, and notes on how it was chosen."""
-    kinds = (False, True) if shape.dtype and not shape.block_shape else (False,)
-    names = [name for kind in kinds for name in FileName.of(shape, device, per_channel=kind).spellings()]
+    names = [name for kind in (False, True) for name in FileName.of(shape, device, per_channel=kind).spellings()]
     for name in names:
         if os.path.isfile(folder / name):
             return folder / name, []

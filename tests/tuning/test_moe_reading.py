@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 
@@ -54,6 +55,19 @@ def test_holes_and_foreign_keys_are_said():
     ]
     assert find("vllm", 8, 1792, device="AMD Instinct MI300X").notes == [
         f"{key} is ignored in 4 of 4 entries" for key in ("waves_per_eu", "matrix_instr_nonkdim", "kpack")
+    ]
+
+
+def test_entries_may_stand_in_any_order_and_notes_come_to_an_end(tmp_path):
+    tile = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1, "num_warps": 4}
+    entry = tile | {"num_stages": 3} | {f"KEY_{n}": n for n in range(20)}
+    (tmp_path / "E=8,N=256,device_name=NVIDIA_H200.json").write_text(json.dumps({"8": entry, "2": entry, "4": entry}))
+    found = find(tmp_path, 8, 256)
+    assert [n for n, _ in found.table.entries] == [2, 4, 8]
+    assert found.notes == [
+        *(f"KEY_{n} is ignored in 3 of 3 entries" for n in range(8)),
+        "12 more keys are ignored",
+        "it begins at 2 tokens: the heuristic serves fewer",
     ]
 
 
@@ -157,6 +171,7 @@ BROKEN = {
     "no_object": "the key 64 is [16, 64, 64], which is not an object",
     "no_entries": "has no entry for any number of tokens. Give it keys such as 1, 64 and 4096",
     "key_of_no_tokens": "the key default is no number of tokens from 1 to",
+    "foreign_digits": "the key ٦٤ is no number of tokens from 1 to",
     "leading_zero": "the key 064 begins with a zero; a number of tokens is written 64",
     "zero_tokens": "the key 0 is no number of tokens from 1 to",
     "triton_version_is_a_number": "the key triton_version is 3.4, which is not a string",

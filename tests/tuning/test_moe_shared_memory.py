@@ -33,6 +33,18 @@ def test_stages_go_first_then_inputs_then_columns():
     assert fitted((256, 64, 16, 1, 8, 4), Limits(10_000)) == (256, 16, 16, 1)
 
 
+def test_what_fits_to_the_byte_fits():
+    tile = (64, 64, 64, 1, 4, 2)
+    assert fitted(tile, Limits(2 * 128 * 64 * 2)) == (64, 64, 64, 2)
+    assert fitted(tile, Limits(2 * 128 * 64 * 2 - 1)) == (64, 64, 32, 2)
+
+
+def test_scales_of_blocks_take_memory_too():
+    tile, blocks = (64, 64, 64, 1, 4, 2), (64, 64)
+    assert fitted(tile, Limits(2 * 128 * (64 + 4), 1, 1, blocks)) == (64, 64, 64, 2)
+    assert fitted(tile, Limits(2 * 128 * (64 + 4) - 1, 1, 1, blocks)) == (64, 64, 32, 2)
+
+
 def test_eight_bit_operands_take_half():
     assert fitted((128, 128, 128, 16, 8, 3)) == (128, 128, 64, 3 - 1)
     assert fitted((128, 128, 128, 16, 8, 3), FP8) == (128, 128, 128, 3)
@@ -74,4 +86,5 @@ def test_the_name_of_a_dtype_says_how_large_operands_are():
         return limits.token_bytes, limits.weight_bytes
 
     assert sizes(None) == (2, 2) and sizes("fp8_w8a8") == (1, 1) and sizes("int8_w8a16") == (2, 1)
+    assert sizes("int4_w4a16") == (2, 1)
     assert sizes(None, float_bytes=4) == (4, 4)
