@@ -10,6 +10,7 @@ from graphfuse.cli.doctor_command import doctor
 from graphfuse.cli.explain import explain
 from graphfuse.cli.generate import generate
 from graphfuse.cli.measuring import bench_plot
+from graphfuse.cli.tune_moe import tune_moe
 
 app = typer.Typer(
     name="graphfuse",
@@ -29,6 +30,7 @@ app.add_typer(bench, name="bench")
 
 tune = typer.Typer(help="Measure this host and write what graphfuse should choose on it.", no_args_is_help=True)
 tune.command("allreduce")(tune_allreduce)
+tune.command("moe")(tune_moe)
 app.add_typer(tune, name="tune")
 
 if __name__ == "__main__":

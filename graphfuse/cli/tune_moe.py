@@ -49,8 +49,7 @@ def tune_moe(
 ) -> None:
     """Choose tiles for both products of an MoE layer at each token count, on every GPU of this host.
 
-    Writes a config under the ecosystem's name, and beside it a CSV file of every trial, from which an interrupted run
-    goes on."""
+    Writes a config under the ecosystem's name. A CSV file of trials beside it lets the next run go on."""
     with plain_errors():
         # Everything that can be wrong on the command line is found here, before anything is measured.
         if effort not in _EFFORTS:

@@ -84,7 +84,7 @@ class GpuMeter:
             failures = [outcomes[kernel] for kernel in self._kernels[num_tokens, tiles] if outcomes[kernel]]
             status[tiles] = failures[0] if failures else self._check(num_tokens, tiles, inputs[0])
             if status[tiles] == OK:
-                calls = [lambda tiles=tiles, i=i: self._call(tiles, i) for i in inputs]  # type: ignore[misc]
+                calls = [lambda tiles=tiles, i=i: self._call(tiles, i) for i in inputs]
                 try:
                     recordings[str(number)] = record(calls, pool)
                 except Exception as failure:  # more calls than one may not fit the GPU's memory
