@@ -28,7 +28,9 @@ def bench_moe(
     tp: Annotated[int, typer.Option(help="Ranks that --model is spread over. One GPU is measured.")] = 1,
     tokens: Annotated[str, typer.Option(help="Token counts, with commas between.")] = _TOKENS,
     routing: Annotated[str, typer.Option(help="uniform or skewed.")] = "uniform",
-    configs: Annotated[Path | None, typer.Option(help="Folder of configs to use before the shipped ones.")] = None,
+    moe_config_dir: Annotated[
+        Path | None, typer.Option(help="Folder of tuned configs to look in before the shipped ones.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="The result as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="A picture to draw: .png, .svg or .pdf.")] = None,
 ) -> None:
@@ -41,7 +43,7 @@ def bench_moe(
             from graphfuse.tuning.plotting import check_plot
 
             check_plot(plot)
-        result = _measure(workloads, counts, routing, configs)
+        result = _measure(workloads, counts, routing, moe_config_dir)
         if output is not None:
             result.write(output)
         if plot is not None:

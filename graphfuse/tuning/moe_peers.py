@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphfuse.jsonfile import JsonObject
+from graphfuse.tuning.moe_result import read_us
 
 SCHEMA = 1
 NUMBERS = ("experts", "intermediate_size", "hidden_size", "top_k")
@@ -38,5 +39,5 @@ class Peers:
         for row in obj.objects("rows"):
             row.only(*NUMBERS, "form", "tokens", "us", "experts_touched", "tuned")
             key = (*(row.positive(name) for name in NUMBERS), row.get("form", str))
-            us[key, row.positive("tokens")] = float(row.positive("us", int | float))
+            us[key, row.positive("tokens")] = float(read_us(row, "us"))
         return cls(obj.get("peer", str), us)

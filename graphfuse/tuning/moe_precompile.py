@@ -1,8 +1,9 @@
 """Compile the Triton kernels of many candidates at once.
 
-Compiling is MLIR passes and ptxas, both of which run without Python's lock, so threads share it out over the cores
-(Triton 3.6, 2 cores: 12 kernels in 1.7 s instead of 3.1). Each call is made, not only compiled: what needs more shared
-memory than there is fails here, and is known before anything is timed.
+Compiling is mostly MLIR passes and ptxas, both of which run without Python's lock, so threads share it out over the
+cores (Triton 3.6: two cores compiled 12 kernels in 1.7 s instead of 3.1; a sixth of the time is Python, so that many
+cores end it five times as soon at most). Each call is made, not only compiled: what needs more shared memory than there
+is fails here, and is known before anything is timed.
 """
 
 from __future__ import annotations

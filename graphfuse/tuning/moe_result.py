@@ -192,7 +192,7 @@ def _read_row(obj: JsonObject, shapes: set[str]) -> Row:
         raise obj.error("shape", "is none of the shapes")
     us, others = obj.object("us"), (obj.object("spread"), obj.object("error"))
     for name in us.data:
-        us.positive(name, int | float)
+        read_us(us, name)
     for other in others:
         for name in other.data:
             other.get(name, int | float)
@@ -203,6 +203,14 @@ def _read_row(obj: JsonObject, shapes: set[str]) -> Row:
         spread=others[0].data,
         error=others[1].data,
         experts_touched=obj.positive("experts_touched", int | float),
-        floor_us=obj.positive("floor_us", int | float),
+        floor_us=read_us(obj, "floor_us"),
         tuned_by=obj.get("tuned_by", str),
     )
+
+
+def read_us(obj: JsonObject, key: str) -> float:
+    """Microseconds under a required key. Raises `SchemaError` for what no call takes: ratios of it would overflow."""
+    us = obj.positive(key, int | float)
+    if not 1e-6 <= us <= 1e12:
+        raise obj.error(key, f"is {us!r}, which is no time of a call in microseconds")
+    return us

@@ -38,7 +38,7 @@ from graphfuse.weights.load import load, local_folder
 from graphfuse.weights.plan import Copy
 from graphfuse.weights.stream import Reader
 from tests.documents import ROOT
-from tests.fuzz import documents, moe_configs
+from tests.fuzz import documents, moe_configs, moe_results
 from tests.generation.conftest import make_tokenizer
 from tests.models import tiny
 
@@ -380,6 +380,16 @@ PARSERS = {
             moe_configs.prepare_config,
         ),
         Parser("result", documents.json_files(RESULTS, RESULT_WORDS), read_result),
+        Parser(
+            "moe_result",
+            documents.json_files(moe_results.RESULTS, moe_results.RESULT_WORDS),
+            moe_results.read_result,
+        ),
+        Parser(
+            "moe_figures",
+            documents.json_files(moe_results.FIGURES, moe_results.FIGURE_WORDS),
+            moe_results.read_figures,
+        ),
         Parser("facts", documents.json_files(FACTS, FACTS_WORDS), read_facts),
         Parser("settings", documents.json_files(SETTINGS, SETTING_WORDS), read_settings),
     )

@@ -69,10 +69,24 @@ GOOD = {
         ({"rows": [GOOD | {"us": {"tuned": "fast"}}]}, "us.tuned is 'fast'"),
         ({"rows": [GOOD | {"floor_us": 0}]}, "floor_us is 0, which is not above zero"),
         ({"rows": [GOOD | {"error": {"tuned": math.nan}}]}, "error.tuned is nan, which is not a finite number"),
+        ({"rows": [GOOD | {"us": {"tuned": 1e-320}}]}, "us.tuned is 1e-320, which is no time of a call"),
         ({"versions": {"torch": 2}}, "versions.torch is 2, which is not a string or null"),
         ({"shapes": [{"name": "qwen"}]}, "shapes[0].experts is missing"),
     ],
-    ids=["kind", "schema", "empty", "unknown", "shape", "tokens", "text", "floor", "error", "version", "no sizes"],
+    ids=[
+        "kind",
+        "schema",
+        "empty",
+        "unknown",
+        "shape",
+        "tokens",
+        "text",
+        "floor",
+        "error",
+        "no time",
+        "version",
+        "no sizes",
+    ],
 )
 def test_a_damaged_result_names_the_key(tmp_path, change, message):
     file = tmp_path / "result.json"

@@ -1,0 +1,1 @@
+"""Measurements, the scripts that make and judge them, and recorded figures of peers."""
