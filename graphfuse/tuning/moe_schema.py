@@ -121,7 +121,7 @@ def _notes(seen: Counter[str], num_entries: int) -> tuple[str, ...]:
     notes = [f"{what} in {count} of {num_entries} entries" for what, count in seen.items()]
     return (
         *notes[:MAX_NOTES],
-        *([f"{len(notes) - MAX_NOTES} other keys are ignored"] if len(notes) > MAX_NOTES else []),
+        *([f"{len(notes) - MAX_NOTES} more keys are ignored"] if len(notes) > MAX_NOTES else []),
     )
 
 
