@@ -90,15 +90,13 @@ def moe_experts(
     )  # fmt: skip
     _check_token_dims(tokens, topk_ids, topk_weights, tokens_scale)
     if kernel:
-        from graphfuse.ops import moe_triton  # here, since Triton is published for Linux only
+        from graphfuse.ops import moe_triton
         from graphfuse.tuning.moe_table import MoeTable
 
-        if moe_triton.can_run(tokens, weights, dtype, activation) is None:
-            local_ids = topk_ids - first_expert if first_expert else topk_ids
-            tiles = MoeTable.from_text(kernel).tiles(tokens.shape[0])
+        if moe_triton.can_run(tokens, weights, dtype, activation) is None and _triton_runs_on(tokens.device):
             return moe_triton.run(
-                tokens, weights, local_ids, topk_weights, activation, activation_limit, tokens_scale,
-                intermediate_scale, dynamic, dtype, tiles,
+                tokens, weights, topk_ids, topk_weights, activation, activation_limit, tokens_scale,
+                intermediate_scale, dynamic, dtype, MoeTable.from_text(kernel).tiles(tokens.shape[0]), first_expert,
             )  # fmt: skip
     local_ids = topk_ids.long() - first_expert
     if moe_grouped.can_run(tokens, weights, dtype):
@@ -107,6 +105,14 @@ def moe_experts(
         tokens, weights, local_ids, topk_weights, activation, activation_limit, tokens_scale, intermediate_scale,
         dynamic, dtype,
     )  # fmt: skip
+
+
+def _triton_runs_on(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return True
+    from triton import knobs  # not above: Triton is published for Linux only
+
+    return knobs.runtime.interpret
 
 
 @moe_experts.register_fake

@@ -10,7 +10,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from graphfuse.errors import ArgumentError
+from graphfuse.ops import moe, moe_triton
 from graphfuse.ops.moe import moe_experts
+from graphfuse.tuning.moe_table import MoeTable
+from graphfuse.tuning.moe_tiles import MoeShape, Tile, Tiles
 
 T, H, I, E, K = 6, 12, 10, 5, 3  # noqa: E741
 
@@ -200,6 +203,56 @@ def test_the_fake_kernel_agrees_and_works_on_meta():
         got = moe_experts(*[mode.from_tensor(t) for t in args], num_experts=E)
     assert (got.shape, got.dtype, got.stride()) == ((T, H), torch.float32, (H, 1))
     assert moe_experts(*[t.to("meta") for t in args], num_experts=E).is_meta
+
+
+TABLE = MoeTable(
+    MoeShape(E, I, H, K),
+    tuple((m, Tiles(Tile(16, 32, 64), Tile(16, 64, 64, num_stages=m))) for m in (1, 2, 4, 8)),
+    source="E=5,N=10.json",
+)
+
+
+def test_launch_parameters_change_nothing_where_triton_cannot_run():
+    args = random_inputs()  # not on a CPU, but in its interpreter
+    assert torch.equal(moe_experts(*args, E, kernel=TABLE.to_text()), moe_experts(*args, E))
+    with FakeTensorMode() as mode:
+        got = moe_experts(*[mode.from_tensor(t) for t in args], E, kernel=TABLE.to_text())
+    assert got.shape == (T, H)
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+def test_launch_parameters_for_this_number_of_tokens_reach_the_kernels(monkeypatch, ids_dtype):
+    calls = []
+
+    def run(tokens, *rest):
+        calls.append(rest)
+        return torch.full_like(tokens, 7.0)
+
+    pretend_to_have_triton(monkeypatch, run)
+    tokens, gate_up, down, ids, weights = random_inputs()
+    gate_up, down, ids, scales = fp8(gate_up), fp8(down), ids.to(ids_dtype) + 2, torch.ones(E)
+    got = moe_experts(
+        tokens, gate_up, down, ids, weights, E + 2, first_expert=2, activation="gelu", activation_limit=3.0,
+        gate_up_scale=scales, down_scale=scales, dynamic=True, kernel=TABLE.to_text(),
+    )  # fmt: skip
+    assert (got == 7).all()
+    ((held, topk_ids, topk_weights, *options),) = calls
+    assert held.gate_up.dtype == torch.float8_e4m3fn and held.down_scale is not None
+    assert topk_ids.dtype == ids_dtype and torch.equal(topk_ids, ids) and torch.equal(topk_weights, weights)
+    # limit, both static scales, dynamic, dtype, tiles, first_expert
+    assert options == ["gelu", 3.0, None, None, True, torch.float32, TABLE.tiles(T), 2]
+
+
+def test_launch_parameters_that_are_none_are_named(monkeypatch):
+    pretend_to_have_triton(monkeypatch, None)
+    with pytest.raises(ArgumentError, match="describes no launch parameters"):
+        moe_experts(*random_inputs(), E, kernel="fast")
+
+
+def pretend_to_have_triton(monkeypatch, run):
+    monkeypatch.setattr(moe, "_triton_runs_on", lambda device: True)
+    monkeypatch.setattr(moe_triton, "can_run", lambda *args: None)
+    monkeypatch.setattr(moe_triton, "run", run)
 
 
 def fp8(t):
