@@ -3,7 +3,8 @@
     python benchmarks/moe_acceptance.py result.json [--peers benchmarks/peers/moe_vllm_0_22_h200.json]
 
 Prints a line for each shape and number of tokens, with `+` for each bound that holds, `!` for each that does not and
-`.` for what a bound says nothing of; then a line for each bound. The exit code is 1 where a bound does not hold.
+`.` for what a bound says nothing of; then a line for each bound. The exit code is 1 where a bound does not hold, or where
+nothing tuned was timed.
 """
 
 from __future__ import annotations
@@ -97,6 +98,16 @@ def points_of(result: Result, peers: Peers) -> list[Point]:
     ]
 
 
+def missing(result: Result) -> list[str]:
+    """Lines about rows without what the bounds are about: kernels that fail or are wrong keep to none."""
+    return [
+        f"{shape.name} at {row.tokens} tokens: nothing tuned was timed: {shape.absent.get(TUNED, 'no reason is known')}"
+        for shape in result.shapes
+        for row in result.of_shape(shape.name)
+        if TUNED not in row.us
+    ]
+
+
 def report(points: Sequence[Point]) -> tuple[list[str], bool]:
     """Lines of text, and whether every bound holds."""
     lines = [f"bounds  {'peer':>7} {HEADER}"]
@@ -137,9 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("result", type=Path)
     parser.add_argument("--peers", type=Path, default=PEERS)
     options = parser.parse_args(arguments)
-    lines, fine = report(points_of(Result.read(options.result), Peers.read(options.peers)))
-    print("\n".join(lines))
-    return 0 if fine else 1
+    result = Result.read(options.result)
+    lines, fine = report(points_of(result, Peers.read(options.peers)))
+    absent = missing(result)
+    print("\n".join([*lines, *absent]))
+    return 0 if fine and not absent else 1
 
 
 if __name__ == "__main__":

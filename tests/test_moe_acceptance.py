@@ -1,5 +1,7 @@
 """The bounds of MoE kernels, on made-up results."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.moe_acceptance import PEERS, Point, main, points_of, report
@@ -93,3 +95,11 @@ def test_the_recorded_peer_has_the_shapes_that_are_measured():
     assert len(recorded) == 6 and set(benched_shapes()) - found == {
         "deepseek-v3-tp2-fp8_block", "gpt-oss-120b-tp2-bf16",
     }, "of these nothing is recorded"  # fmt: skip
+
+
+def test_where_nothing_tuned_was_timed_the_bounds_are_not_kept(tmp_path, capsys):
+    file = tmp_path / "result.json"
+    broken = replace(QWEN, absent={"tuned": "At 8 tokens: its result is wrong by 1.0e+00"})
+    result(row(1, tuned=20.9), row(8, grouped_mm=100.0), shapes=(broken,)).write(file)
+    assert main([str(file)]) == 1
+    assert "qwen at 8 tokens: nothing tuned was timed: At 8 tokens: its result is wrong" in capsys.readouterr().out

@@ -147,6 +147,7 @@ class Bench:
         """Check and time the candidates at a number of tokens."""
         sets = num_sets(num_tokens)
         inputs = self._inputs(num_tokens, sets)
+        expected = Expected.of(self._layer, inputs[0])
         same = self._table.tiles(num_tokens) == self._untuned.tiles(num_tokens)
         pool = new_pool()
         recordings: dict[str, Recording] = {}
@@ -154,7 +155,7 @@ class Bench:
         for name, forward in self._forwards.items():
             if same and name == TUNED:  # the same launches: timed once, as the heuristic
                 continue
-            prepared = self._prepare(name, forward, inputs, pool)
+            prepared = self._prepare(forward, inputs, expected, pool)
             if isinstance(prepared, str):
                 self._miss(name, f"At {num_tokens} tokens: {prepared}")
             else:
@@ -185,11 +186,11 @@ class Bench:
         return [(x, ids, shares) for x, (ids, shares) in zip(tokens, routing, strict=True)]
 
     def _prepare(
-        self, name: str, forward: Forward, inputs: Sequence[Inputs], pool: object
+        self, forward: Forward, inputs: Sequence[Inputs], expected: Expected, pool: object
     ) -> tuple[Recording, float] | str:
         """The candidate ready to be timed with its error, or why it cannot be."""
         try:
-            error = error_of(forward(*inputs[0]), self._layer, inputs[0])
+            error = expected.error(forward(*inputs[0]))
             if not error <= MAX_ERROR[self._layer.weights.gate_up.dtype]:  # NaN too
                 return f"its result is wrong by {error:.1e}"
             return record([lambda i=i: forward(*i) for i in inputs], pool), error  # type: ignore[misc]
@@ -233,13 +234,24 @@ def ours(layer: Layer, table: MoeTable) -> Forward | str:
     return forward
 
 
-def error_of(out: Tensor, layer: Layer, inputs: Inputs) -> float:
-    """The error of some rows from the first to the last against the reference, as a share of their norm."""
-    tokens, ids, shares = inputs
-    count = min(tokens.shape[0], CHECKED_ROWS)
-    rows = torch.linspace(0, tokens.shape[0] - 1, count, device=tokens.device).round().long()
-    expected = moe_reference.run(
-        tokens[rows], layer.weights, ids[rows].long(), shares[rows], layer.activation, layer.activation_limit,
-        layer.tokens_scale, layer.intermediate_scale, layer.dynamic, layer.dtype,
-    ).float()  # fmt: skip
-    return ((out[rows].float() - expected).norm() / expected.norm()).item()
+@dataclass(frozen=True)
+class Expected:
+    """Some rows of a result, from the first to the last, by the plain reference."""
+
+    rows: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, layer: Layer, inputs: Inputs) -> Expected:
+        tokens, ids, shares = inputs
+        count = min(tokens.shape[0], CHECKED_ROWS)
+        rows = torch.linspace(0, tokens.shape[0] - 1, count, device=tokens.device).round().long()
+        values = moe_reference.run(
+            tokens[rows], layer.weights, ids[rows].long(), shares[rows], layer.activation, layer.activation_limit,
+            layer.tokens_scale, layer.intermediate_scale, layer.dynamic, layer.dtype,
+        )  # fmt: skip
+        return cls(rows, values.float())
+
+    def error(self, out: Tensor) -> float:
+        """The distance of a result, as a share of the norm."""
+        return ((out[self.rows].float() - self.values).norm() / self.values.norm()).item()

@@ -25,8 +25,8 @@ Call = Callable[[], object]
 ROUNDS = 7
 # Until clocks have risen from idle.
 WARM_SECONDS = 0.02
-# About 100 µs on an H200: longer than the host takes to enqueue a graph and the events around it.
-HOLD_CYCLES = 200_000
+# About 300 µs on an H200: longer than the host takes to enqueue a graph and the events around it.
+HOLD_CYCLES = 600_000
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphfuse.tuning.moe_alternatives import flashinfer, grouped_mm
-from graphfuse.tuning.moe_bench import error_of
+from graphfuse.tuning.moe_bench import Expected
 from graphfuse.tuning.moe_inputs import make_routing, make_tokens, make_weights
 from graphfuse.tuning.moe_tiles import MoeShape
 
@@ -19,7 +19,7 @@ def error(shape, form, device):
     ((ids, shares),) = make_routing(40, shape, sets=1, device=device)
     forward = grouped_mm(layer)
     assert not isinstance(forward, str), forward
-    return error_of(forward(tokens, ids, shares), layer, (tokens, ids, shares))
+    return Expected.of(layer, (tokens, ids, shares)).error(forward(tokens, ids, shares))
 
 
 @pytest.mark.parametrize("form", ["bf16", "bf16_bias_interleaved"])
@@ -37,10 +37,10 @@ def test_an_error_is_seen_in_any_checked_row():
     layer = make_weights(BF16, device="cpu")
     (tokens,) = make_tokens(16, BF16, sets=1, device="cpu")
     ((ids, shares),) = make_routing(16, BF16, sets=1, device="cpu")
-    out = grouped_mm(layer)(tokens, ids, shares)
-    assert error_of(out, layer, (tokens, ids, shares)) < 1e-2
+    out, expected = grouped_mm(layer)(tokens, ids, shares), Expected.of(layer, (tokens, ids, shares))
+    assert expected.error(out) < 1e-2
     out[15] = 0
-    assert error_of(out, layer, (tokens, ids, shares)) == pytest.approx(0.25, abs=0.1)
+    assert expected.error(out) == pytest.approx(0.25, abs=0.1)
 
 
 def test_what_torch_and_flashinfer_lack_is_said():
