@@ -3,8 +3,8 @@
     python benchmarks/moe_acceptance.py result.json [--peers benchmarks/peers/moe_vllm_0_22_h200.json]
 
 Prints a line for each shape and number of tokens, with `+` for each bound that holds, `!` for each that does not and
-`.` for what a bound says nothing of; then a line for each bound. The exit code is 1 where a bound does not hold, or where
-nothing tuned was timed.
+`.` for what a bound says nothing of; then a line for each bound. The exit code is 1 where a bound does not hold, or
+where nothing tuned was timed.
 """
 
 from __future__ import annotations
