@@ -3,14 +3,15 @@
     gate_up [S, 2I] ─► gate, up [S, I] ─► clamps ─► act(gate) * up
 
 Decomposition tables take activations apart, each torch version and device in a way of its own. So what stands between
-the halves and the result is not compared op by op: it is computed, in float64 on a grid of values, and compared with
-the formulas of `graphfuse::moe_experts`. Ops that work on elements one by one may stand there, and nothing else.
+the halves and the result is not compared op by op: it is computed, and the values are compared with those of the
+formulas of `graphfuse::moe_experts`. Ops that work on elements one by one may stand there, and nothing else.
 
 Legend: S rows (choices of tokens), I intermediate.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import getitem
@@ -18,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
+from graphfuse.ops.moe_formulas import identify
 from graphfuse.ops.moe_reference import ACTIVATIONS
 from graphfuse.passes.graph_reading import CASTS, argument, aten, describe, is_call, same_dim, value
 
@@ -73,27 +74,28 @@ def read_gated_activation(result: Node, dtype: torch.dtype) -> GatedActivation |
         return "its activation is not computed from the two halves of one product's columns"
     source, interleaved = next((half.source, half.interleaved) for half in kinds)
     ordered = sorted(nodes)  # in the order of the graph
-    found = _formula(ordered, halves)
-    if isinstance(found, str):
-        return found
-    splits = {node.args[0] for node in halves if node.target is getitem}
-    return GatedActivation(source, interleaved, *found, frozenset((*nodes, *halves, *splits)))  # type: ignore[arg-type]
+    clamps = [number for node in ordered if is_call(node, *_CLAMPS) for number in _numbers(node)]
+    formula = identify(lambda gate, up: _compute(ordered, halves, gate, up), clamps)
+    if formula is None:
+        return f"its activation is none of {', '.join(ACTIVATIONS)}"
+    if formula.swapped:
+        return "the first half of its columns is not the gate but what the gate is multiplied with"
+    between = [n for half in halves for n in _down_to(source, half)]
+    return GatedActivation(source, interleaved, formula.name, formula.limit, frozenset((*nodes, *between)))
 
 
 def _half(node: Node) -> _Half | None:
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
-        return None
-    if node.target is getitem:
-        split = node.args[0]
+    if is_call(node, getitem):
+        split: Any = node.args[0]
         if not is_call(split, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
             return None
-        source, pieces = split.args[0], split.meta.get("val")
+        pieces = split.meta.get("val")
         equal = isinstance(pieces, list | tuple) and len(pieces) == 2 and pieces[0].shape[-1] == pieces[1].shape[-1]
-        on_columns = isinstance(source, Node) and _is_last(argument(split, "dim"), value(source))
-        return _Half(source, node.args[1] == 1, False) if equal and on_columns else None  # type: ignore[arg-type]
+        on_columns = _is_last(argument(split, "dim"), value(split.args[0]))
+        return _Half(_whole(split.args[0]), bool(node.args[1] == 1), False) if equal and on_columns else None
     if not is_call(node, aten.slice.Tensor):
         return None
-    source, before = node.args[0], value(node.args[0])
+    before = value(node.args[0])
     if before is None or not _is_last(argument(node, "dim"), before) or not isinstance(before.shape[-1], int):
         return None
     columns = before.shape[-1]
@@ -102,7 +104,26 @@ def _half(node: Node) -> _Half | None:
     spans = {(0, columns, 2): (False, True), (1, columns, 2): (True, True)}
     spans |= {(0, columns // 2, 1): (False, False), (columns // 2, columns, 1): (True, False)}
     kind = spans.get((start, end, step)) if columns % 2 == 0 else None
-    return None if kind is None else _Half(source, *kind)
+    return None if kind is None else _Half(_whole(node.args[0]), *kind)
+
+
+def _whole(node: Any) -> Node:
+    """A value before slices that leave nothing out, as `x[:, :n]` has them."""
+    while (
+        is_call(node, aten.slice.Tensor)
+        and not argument(node, "start")
+        and argument(node, "end") in (None, sys.maxsize)
+        and argument(node, "step") == 1
+    ):
+        node = node.args[0]
+    return node
+
+
+def _down_to(source: Node, half: Any) -> Iterator[Node]:
+    """A half, and what stands between it and the source."""
+    while half is not source:
+        yield half
+        half = half.args[0]
 
 
 def _is_last(dim: Any, tensor: Tensor | None) -> bool:
@@ -124,53 +145,16 @@ def _why_not_elementwise(node: Node, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _formula(nodes: list[Node], halves: dict[Node, _Half]) -> tuple[str, float | None] | str:
-    """The name and limit of the one formula that gives what the nodes compute."""
-    limits: list[float | None] = [None]
-    limits += sorted({abs(float(n)) for node in nodes if is_call(node, *_CLAMPS) for n in _numbers(node)})
-    with unset_fake_temporarily(), torch.no_grad():
-        first, second = _grid([limit for limit in limits if limit is not None])
-        try:
-            got = _compute(nodes, {node: second if half.second else first for node, half in halves.items()})
-        except (RuntimeError, TypeError, ValueError):
-            return "its activation cannot be computed on its own"
-        for name, limit, gate, up in _known(limits, first, second):
-            if _equal(got, ACTIVATIONS[name](gate, up)):
-                return name, limit
-        if any(_equal(got, ACTIVATIONS[name](gate, up)) for name, _, gate, up in _known(limits, second, first)):
-            return "the first half of its columns is not the gate but what the gate is multiplied with"
-    return f"its activation is none of {', '.join(ACTIVATIONS)}"
-
-
-def _known(limits: list[float | None], gate: Tensor, up: Tensor) -> Iterator[tuple[str, float | None, Tensor, Tensor]]:
-    """The formulas to compare with: (name, limit, clamped gate, clamped up)."""
-    for limit in limits:
-        a = gate if limit is None else gate.clamp(max=limit)
-        b = up if limit is None else up.clamp(min=-limit, max=limit)
-        for name in ACTIVATIONS:
-            yield name, limit, a, b
-
-
-def _grid(limits: list[float]) -> tuple[Tensor, Tensor]:
-    """Pairs of values, small and large, on both sides of every limit."""
-    points = [0.0, *torch.linspace(-9.1, 9.3, 47, dtype=torch.float64).tolist(), -31.7, 29.3, -400.5, 400.5]
-    points += [sign * factor * limit for limit in limits for sign in (-1, 1) for factor in (0.5, 0.999, 1.001, 2)]
-    values = torch.tensor(points, dtype=torch.float64, device="cpu")
-    return values.repeat_interleave(len(points)), values.repeat(len(points))
-
-
-def _compute(nodes: list[Node], values: dict[Node, Tensor]) -> Tensor:
+def _compute(nodes: list[Node], halves: dict[Node, _Half], gate: Tensor, up: Tensor) -> Tensor:
+    """What the nodes, in order, make of values for the halves; in the values' dtype, whatever they cast to."""
+    values = {node: up if half.second else gate for node, half in halves.items()}
     for node in nodes:
-        if node.target in CASTS:  # float64 throughout
+        if node.target in CASTS:
             values[node] = values[node.args[0]]  # type: ignore[index]
             continue
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return values[nodes[-1]]
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 def _numbers(node: Node) -> list[float]:

@@ -1,0 +1,136 @@
+"""Experts of transformers models as `graphfuse::moe_experts`, chosen like transformers' own implementations.
+
+    import graphfuse.integrations.transformers as integration
+
+    integration.register()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="graphfuse")
+
+In eager mode the op gets its tuned launch parameters here, looked up once for each shape on CUDA; under torch.compile
+graphfuse's backend gives it those, with a line in the report. Sharded experts run as they are: with their intermediate
+dimension divided, or some of the experts on each rank. Experts that the op does not know (without a gate, with a norm,
+with another activation) run on transformers' "grouped_mm", which is announced once.
+
+Legend: T tokens, H hidden, K choices per token.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from graphfuse.ops.moe import moe_experts
+from graphfuse.ops.moe_formulas import Formula, identify
+
+log = logging.getLogger(__name__)
+
+NAME = "graphfuse"
+
+_ACTIVATIONS = {type(ACT2FN[name]): name for name in ("gelu_pytorch_tanh", "gelu", "silu")}
+_NUMBERS = ("alpha", "limit", "swiglu_alpha", "swiglu_limit")
+"""What expert modules call the numbers in their gated activation."""
+
+
+def register(moe_config_dir: str | os.PathLike[str] | None = None) -> None:
+    """Make `experts_implementation="graphfuse"` known to transformers. Calling it again changes the folder.
+
+    Args:
+        moe_config_dir: a folder of tuned configs that is searched before the shipped ones, for experts in eager mode.
+            Compiled models take `FuseConfig.moe_config_dir`.
+    """
+    folder = None if moe_config_dir is None else os.fspath(moe_config_dir)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, functools.partial(experts_forward, moe_config_dir=folder))
+
+
+def experts_forward(
+    module: nn.Module, tokens: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, moe_config_dir: str | None = None
+) -> Tensor:
+    """What an expert module of transformers runs: tokens `[T, H]`, ids and weights `[T, K]`, to `[T, H]`."""
+    m: Any = module
+    formula = _formula(m)
+    if formula is None:
+        _announce(type(m))
+        return grouped_mm_experts_forward(m, tokens, topk_ids, topk_weights)
+    gate_up, down = m.gate_up_proj, m.down_proj
+    kernel = ""
+    if tokens.is_cuda and not torch.compiler.is_compiling():
+        kernel = _kernel(
+            tuple(down.shape), bool(m.is_transposed), topk_ids.shape[1], down.dtype, tokens.device, moe_config_dir
+        )
+    out = moe_experts(
+        tokens.to(gate_up.dtype), gate_up, down, topk_ids, topk_weights, gate_up.shape[0],
+        gate_up_bias=m.gate_up_proj_bias if m.has_bias else None,
+        down_bias=m.down_proj_bias if m.has_bias else None,
+        gate_up_layout="concatenated" if m.is_concatenated else "interleaved",
+        transposed=m.is_transposed, activation=formula[0], activation_limit=formula[1], kernel=kernel,
+    )  # fmt: skip
+    return out.to(tokens.dtype)
+
+
+def _formula(m: Any) -> tuple[str, float | None] | None:
+    """The name and limit of a module's gated activation; None if the op cannot do what the module does."""
+    if not m.has_gate or m.has_post_expert_norm:
+        return None
+    numbers = tuple(getattr(m, name, None) for name in _NUMBERS)
+    return _known_formula(type(m), _ACTIVATIONS.get(type(getattr(m, "act_fn", None))), numbers, m.is_concatenated)
+
+
+@torch._dynamo.assume_constant_result  # of constants alone, so that a trace takes the answer and not what finds it
+def _known_formula(
+    cls: type, activation: str | None, numbers: tuple[Any, ...], concatenated: bool
+) -> tuple[str, float | None] | None:
+    return _identify(cls, activation, numbers, concatenated)
+
+
+@functools.lru_cache(maxsize=256)
+def _identify(
+    cls: Any, activation: str | None, numbers: tuple[Any, ...], concatenated: bool
+) -> tuple[str, float | None] | None:
+    """What a class's `_apply_gate` computes, asked of a stand-in for the module with the same numbers."""
+    known = {name: number for name, number in zip(_NUMBERS, numbers, strict=True) if number is not None}
+    stand_in = SimpleNamespace(**known)
+    if activation is not None:
+        stand_in.act_fn = ACT2FN[activation]
+
+    def compute(gate: Tensor, up: Tensor) -> Tensor:
+        both = torch.stack((gate, up), -1).flatten(-2) if not concatenated else torch.cat((gate, up), -1)
+        return cls._apply_gate(stand_in, both)
+
+    formula: Formula | None = identify(compute, [n for n in known.values() if isinstance(n, int | float)])
+    return None if formula is None or formula.swapped else (formula.name, formula.limit)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(
+    down: tuple[int, ...], transposed: bool, top_k: int, dtype: torch.dtype, device: torch.device, folder: str | None
+) -> str:
+    """Launch parameters for experts on a GPU, as the op takes them."""
+    from graphfuse.tuning.moe_files import device_shared_memory, find_table
+    from graphfuse.tuning.moe_shared_memory import Limits
+    from graphfuse.tuning.moe_tiles import MoeShape
+
+    experts, hidden, intermediate = (down[0], down[2], down[1]) if transposed else down
+    limits = Limits(device_shared_memory(), dtype.itemsize, dtype.itemsize)
+    shape = MoeShape(experts, intermediate, hidden, top_k)
+    found = find_table(shape, torch.cuda.get_device_name(device), folder=folder, limits=limits)
+    log.info("experts of %s: %s%s", shape, found.source, "".join(f"; {note}" for note in found.notes))
+    return found.table.to_text()
+
+
+@functools.lru_cache(maxsize=64)
+def _warn(name: str) -> None:
+    log.warning(
+        "%s computes something that graphfuse's experts do not know: it runs on transformers' \"grouped_mm\".", name
+    )
+
+
+@torch._dynamo.assume_constant_result
+def _announce(cls: type) -> None:
+    _warn(cls.__name__)
