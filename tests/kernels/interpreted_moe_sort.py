@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from graphfuse.kernels.moe_sort import ONE_PROGRAM, sort_choices
+from tests.kernels.interpreter_as_gpus import arithmetic_of_gpus
 
 
 @pytest.fixture(autouse=True)
-def memory_that_nobody_wrote_holds_large_numbers():
-    torch.use_deterministic_algorithms(True)
+def arithmetic_and_memory_of_gpus():
+    torch.use_deterministic_algorithms(True)  # fills memory that nobody wrote
+    with arithmetic_of_gpus():
+        yield
 
 
 def expected(ids, first, num_experts, block_m):

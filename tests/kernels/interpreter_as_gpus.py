@@ -26,13 +26,18 @@ _TORCH = {
 }
 _INTEGERS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 _convert_float = interpreter._convert_float
+_patch_lang_tensor = interpreter._patch_lang_tensor
 
 
 @contextlib.contextmanager
 def arithmetic_of_gpus() -> Iterator[None]:
     """While it is entered, conversions and products of kernels come out as on a GPU."""
     builder = interpreter.InterpreterBuilder
-    with mock.patch.object(interpreter, "_convert_float", _convert), mock.patch.object(builder, "create_dot", _dot):
+    with (
+        mock.patch.object(interpreter, "_convert_float", _convert),
+        mock.patch.object(builder, "create_dot", _dot),
+        mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
+    ):
         yield
 
 
@@ -50,6 +55,12 @@ def _dot(builder, a, b, accumulator, input_precision, max_num_imprecise_acc):
     left, right = (_operand(t.data, t.dtype.scalar) for t in (a, b))
     product = np.matmul(left, right, dtype=accumulator.data.dtype)
     return interpreter.TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
+
+
+def _patch_tensor(tensor, scope):
+    """Triton 3.6 asks NumPy to make a number of an array of one, which NumPy 2.4 refuses."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
 def _operand(data, dtype):
