@@ -1,15 +1,17 @@
 """Measure the experts of MoE layers on one GPU: each shape at each number of tokens, each candidate beside the others.
 
-    weights of a shape ─► config ─► compile all kernels in threads ─► for each number of tokens:
-        inputs ─► check some rows against the reference ─► time the candidates in turn ─► a row
+    weights of a shape ─► config ─► begin to compile all kernels ─► for each number of tokens:
+        wait for its kernels ─► inputs ─► check some rows against the reference ─► time the candidates in turn ─► a row
 
 A candidate that fails, or is wrong, is absent with the reason; the rest goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,10 +22,10 @@ from graphfuse.ops import moe_reference
 from graphfuse.ops.moe import moe_experts
 from graphfuse.tuning.measured import median, spread
 from graphfuse.tuning.moe_alternatives import Forward, flashinfer, grouped_mm
+from graphfuse.tuning.moe_compile import Compilers, Kernel, collect
 from graphfuse.tuning.moe_files import find_table
 from graphfuse.tuning.moe_floor import floor_us
 from graphfuse.tuning.moe_inputs import Layer, experts_touched, make_routing, make_tokens, make_weights, num_sets
-from graphfuse.tuning.moe_precompile import precompile
 from graphfuse.tuning.moe_result import FLASHINFER, GROUPED, HEURISTIC, TUNED, BenchedShape, Row
 from graphfuse.tuning.moe_shapes import Workload, workloads_of_model
 from graphfuse.tuning.moe_table import MoeTable
@@ -96,17 +98,21 @@ def measure(
     """
     check_gpu()
     measured = Measured()
-    for name, workload in plan.shapes:
-        bench = Bench(name, workload, plan)
-        begin(bench.shape)
-        for tokens in plan.tokens:
-            row = bench.row(tokens)
-            measured.rows.append(row)
-            each(row)
-        measured.shapes.append(bench.shape)
-        del bench
-        gc.collect()
-        torch.cuda.empty_cache()
+    compilers = Compilers(os.cpu_count() or 1)
+    try:
+        for name, workload in plan.shapes:
+            bench = Bench(name, workload, plan, compilers)
+            begin(bench.shape)
+            for tokens in plan.tokens:
+                row = bench.row(tokens)
+                measured.rows.append(row)
+                each(row)
+            measured.shapes.append(bench.shape)
+            del bench
+            gc.collect()
+            torch.cuda.empty_cache()
+    finally:
+        compilers.close()
     return measured
 
 
@@ -119,8 +125,8 @@ def current_gpu() -> tuple[torch.device, str]:
 class Bench:
     """One shape with its weights and candidates."""
 
-    def __init__(self, name: str, workload: Workload, plan: Plan) -> None:
-        self._workload, self._plan = workload, plan
+    def __init__(self, name: str, workload: Workload, plan: Plan, compilers: Compilers) -> None:
+        self._workload, self._plan, self._compilers = workload, plan, compilers
         shape = workload.shape
         self._device, device_name = current_gpu()
         self._layer = make_weights(shape, device=self._device, form=workload.form)
@@ -141,12 +147,12 @@ class Bench:
                 self._miss(candidate, made)
             else:
                 self._forwards[candidate] = made
-        self._compile()
+        self._kernels = {num_tokens: self._begin_to_compile(num_tokens) for num_tokens in plan.tokens}
 
     def row(self, num_tokens: int) -> Row:
         """Check and time the candidates at a number of tokens."""
-        sets = num_sets(num_tokens)
-        inputs = self._inputs(num_tokens, sets)
+        self._compilers.wait(self._kernels[num_tokens])
+        inputs = self._inputs(num_tokens, num_sets(num_tokens))
         expected = Expected.of(self._layer, inputs[0])
         same = self._table.tiles(num_tokens) == self._untuned.tiles(num_tokens)
         pool = new_pool()
@@ -197,20 +203,25 @@ class Bench:
         except Exception as error:  # whatever it was, the others go on
             return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
-    def _compile(self) -> None:
-        """Compile what all numbers of tokens need: first each set of launch parameters, at its fewest tokens, then what
-        else depends on their number. Failures come back when the candidate is prepared."""
-        first: dict[object, Callable[[], object]] = {}
-        rest: list[Callable[[], object]] = []
-        for tokens in self._plan.tokens:
-            inputs = self._inputs(tokens, 1)[0]
-            for name, table in ((TUNED, self._table), (HEURISTIC, self._untuned)):
-                if name in self._forwards:
-                    call = lambda forward=self._forwards[name], inputs=inputs: forward(*inputs)  # noqa: E731
-                    if first.setdefault(table.tiles(tokens), call) is not call:
-                        rest.append(call)
-        precompile(list(first.values()))
-        precompile(rest)
+    def _begin_to_compile(self, num_tokens: int) -> list[Kernel]:
+        """What fails here fails again, with its reason, when the candidate is run."""
+        inputs = self._inputs(num_tokens, 1)[0]
+        ours = [self._forwards[name] for name in (TUNED, HEURISTIC) if name in self._forwards]
+        kernels = kernels_of([lambda forward=forward: forward(*inputs) for forward in ours])  # type: ignore[misc]
+        self._compilers.submit(kernels)
+        return kernels
+
+
+def kernels_of(calls: Sequence[Callable[[], object]]) -> list[Kernel]:
+    """The kernels that calls would have to compile. Nothing is launched: a capture is thrown away."""
+    kernels: list[Kernel] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            for call in calls:
+                with contextlib.suppress(Exception):
+                    kernels += collect(call)
+    return kernels
 
 
 def ours(layer: Layer, table: MoeTable) -> Forward | str:
