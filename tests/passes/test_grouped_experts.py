@@ -41,7 +41,7 @@ def rewritten(module: GraphModule, **settings) -> PassResult:
 @pytest.mark.parametrize("case", MATCHED, ids=lambda case: case.name)
 def test_the_chain_becomes_one_op_and_gives_the_same_numbers(case):
     """In float32 and float64 the results differ by rounding alone."""
-    for seed, num_tokens in enumerate((1, 7, 40)):
+    for seed, num_tokens in enumerate((1, 40)):
         module, values = graph(case, num_tokens, seed)
         chain = module(*values)
         (layer,) = rewritten(module).experts
