@@ -1,11 +1,11 @@
 """Which choices a program of a grouped matrix product works on.
 
-A choice is one (token, k) pair, numbered t * K + k. A block is up to BLOCK_M choices of one expert. There are two ways to
-find a block's choices:
+A choice is one (token, k) pair, numbered t * K + k. A block is up to BLOCK_M choices of one expert. There are two ways
+to find a block's choices:
 
     SORTED       `moe_sort` has put the choices in order of their experts, and listed the blocks
-    otherwise    few choices: block b starts at choice b, if that is the 1st, BLOCK_M + 1st, ... choice of its expert, and
-                 each program finds the others by looking at all ids; no sort has to run before, no block is listed
+    otherwise    few choices: block b starts at choice b, if that is the 1st, BLOCK_M + 1st, ... choice of its expert,
+                 and each program finds the others by looking at all ids; no sort has to run before
 
 Choices of experts that are not held here (ids outside first_expert .. first_expert + E - 1) are in no block.
 
@@ -49,7 +49,7 @@ def choices_of(
     if SORTED:
         expert = tl.load(blocks_ptr + 3 * block)
         rows = tl.load(blocks_ptr + 3 * block + 1) + lane
-        valid = rows < tl.load(blocks_ptr + 3 * block + 2)
+        valid = (rows < tl.load(blocks_ptr + 3 * block + 2)) & (expert >= 0)  # of no expert, the rest is not written
         choices = tl.load(order_ptr + rows, mask=valid, other=0)
     else:
         expert = tl.load(ids_ptr + block).to(tl.int32) - first_expert

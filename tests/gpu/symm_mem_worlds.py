@@ -20,6 +20,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 
@@ -59,21 +60,32 @@ class World:
             self.workspaces.append(workspace)
 
     def load_kernels(self, calls: list[FusedCall]) -> None:
-        """Run each rank twice by itself, on cells that look as if all rows had arrived. Loading a kernel or allocating
-        memory while another rank's kernel waits on a GPU of this process would wait for that kernel in turn: a deadlock
-        that ranks in processes of their own cannot have. Afterwards kernels are loaded, and the streams have memory.
+        """Run each rank by itself, before each launch on cells that look as if all rows had arrived. Loading a kernel or
+        allocating memory while another rank's kernel waits on a GPU of this process would wait for that kernel in turn:
+        a deadlock that ranks in processes of their own cannot have. Afterwards kernels are loaded, and the streams have
+        memory.
         """
-        kept = []
         for device, stream, workspace, call in zip(self.devices, self.streams, self.workspaces, calls, strict=True):
-            for memory in self.memory:
-                memory.zero_()
-            synchronize()
-            with torch.cuda.device(device), torch.cuda.stream(stream):
-                kept += [workspace.run(call, self.variant) for _ in range(2)]
-            synchronize()
-        del kept
+            launch = workspace._launch
+
+            def launch_alone(*args, launch=launch) -> None:
+                synchronize()
+                self.fill(0)
+                launch(*args)
+
+            with (
+                torch.cuda.device(device),
+                torch.cuda.stream(stream),
+                mock.patch.object(workspace, "_launch", launch_alone),
+            ):
+                workspace.run(call, self.variant)
+        synchronize()
+        self.fill(-1)
+
+    def fill(self, word: int) -> None:
+        """Every cell: 0 has arrived, -1 has not."""
         for memory, slots in zip(self.memory, self.slots, strict=True):
-            memory.fill_(-1)
+            memory.fill_(word)
             slots.zero_()
         synchronize()
 
