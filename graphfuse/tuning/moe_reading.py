@@ -57,8 +57,11 @@ def read_file(file: Path, shape: MoeShape, limits: Limits | None, running: Versi
         said += [f"{down_file.name}: {note}" for note in (*down.ignored, *down_notes)]
     said += _span_notes([num_tokens for num_tokens, _ in entries])
     if limits:
-        said += _fit_notes(entries, limits)
-        entries = [(num_tokens, fit(tiles, limits)) for num_tokens, tiles in entries]
+        fitted = [(n, fit(tiles, limits.at(n * shape.top_k))) for n, tiles in entries]
+        said += _fit_notes(
+            [n for (n, before), (_, after) in zip(entries, fitted, strict=True) if before != after], limits
+        )
+        entries = fitted
     measured = tuple((n, entry.us) for n, entry in contents.entries.items() if entry.us is not None)
     return Found(MoeTable(shape, tuple(entries), file.name, tuple(said), limits, measured), tuple(files))
 
@@ -105,12 +108,11 @@ def _span_notes(tuned: Sequence[int]) -> list[str]:
     return notes
 
 
-def _fit_notes(entries: Sequence[tuple[int, Tiles]], limits: Limits) -> list[str]:
-    changed = [num_tokens for num_tokens, tiles in entries if fit(tiles, limits) != tiles]
+def _fit_notes(changed: Sequence[int], limits: Limits) -> list[str]:
     memory = f"{limits.shared_memory:,} bytes of shared memory" if limits.shared_memory is not None else ""
     blocks = f"blocks of {limits.block_shape[1]} inputs that share a scale" if limits.block_shape else ""
     to = " and ".join(filter(None, (memory, blocks)))
-    return [f"stages or blocks are made smaller to fit {to} {_at(changed)}"] if changed else []
+    return [f"stages or blocks are made to fit {to} {_at(changed)}"] if changed else []
 
 
 def _at(tuned: Sequence[int]) -> str:

@@ -15,6 +15,10 @@ MIN_BLOCK = 16
 """Columns that a block keeps: what tensor cores work on at once."""
 
 
+UNSORTED_CHOICES = 256
+"""As in ops/moe_launch.py: up to so many choices, tokens with scales for groups are rounded in the product itself."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What the launch parameters of a shape must keep to on a device."""
@@ -24,28 +28,36 @@ class Limits:
 
     token_bytes: int = 2
     weight_bytes: int = 2
-    """Bytes of an element of either operand, as the tensor cores get them."""
+    """Bytes of an element of either operand, as it is stored or as it is multiplied, whichever is more."""
 
     block_shape: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, shape: MoeShape, shared_memory: int | None = None, float_bytes: int = 2) -> Limits:
-        """The limits of a shape, by the name of its dtype: 8-bit weights (w8), 8-bit tokens (a8), else floats."""
+        """The limits of a shape, by the name of its dtype: 8-bit weights (w8), 8-bit tokens (a8), else floats.
+
+        With static scales, 8-bit tokens come as floats and are rounded in the product; so they may without blocks.
+        """
         name = shape.dtype or ""
-        token_bytes = 1 if "a8" in name else float_bytes
-        weight_bytes = 1 if "w8" in name or "w4" in name else float_bytes
+        token_bytes = 1 if "a8" in name and shape.block_shape else float_bytes
+        weight_bytes = 1 if ("w8" in name or "w4" in name) and "a8" in name else float_bytes
         return cls(shared_memory, token_bytes, weight_bytes, shape.block_shape)
+
+    def at(self, num_choices: int) -> Limits:
+        """The limits for a number of choices."""
+        rounds = self.block_shape is not None and num_choices <= UNSORTED_CHOICES
+        return dataclasses.replace(self, token_bytes=2) if rounds and self.token_bytes == 1 else self
 
 
 def shared_memory_bytes(tile: Tile, limits: Limits) -> int:
-    """Shared memory that a product asks for, at most: each stage holds a block of either operand, and their scales.
+    """Shared memory that a product asks for, at most: each stage holds a block of either operand.
 
-    Hopper's asynchronous tensor cores need all stages in memory; other GPUs get along with one less.
+    That is what Triton 3.6 takes on Hopper, where the asynchronous tensor cores read from memory; elsewhere it gets
+    along with one stage less. Rounding a block of tokens in the product takes less than that stage of it.
     """
     tokens = tile.block_size_m * tile.block_size_k * limits.token_bytes
     weights = tile.block_size_n * tile.block_size_k * limits.weight_bytes
-    scales = 4 * (tile.block_size_m + tile.block_size_n) if limits.block_shape else 0
-    return tile.num_stages * (tokens + weights + scales)
+    return tile.num_stages * (tokens + weights)
 
 
 @lru_cache(maxsize=4096)
@@ -59,13 +71,11 @@ def fit(tiles: Tiles, limits: Limits) -> Tiles:
 
 def _fit(tile: Tile, limits: Limits, least_columns: int) -> Tile:
     """Two stages still overlap loads with arithmetic, so one is the last resort."""
-    least_inputs = 32 if 1 in (limits.token_bytes, limits.weight_bytes) else MIN_BLOCK  # tl.dot of 8-bit operands
-    most_inputs = _power_of_two_in(limits.block_shape[1]) if limits.block_shape else tile.block_size_k
-    tile = dataclasses.replace(
-        tile,
-        block_size_n=max(tile.block_size_n, least_columns),
-        block_size_k=max(min(tile.block_size_k, most_inputs), least_inputs),
-    )
+    least_inputs = 32 if limits.weight_bytes == 1 else MIN_BLOCK  # tl.dot of 8-bit operands
+    inputs = max(tile.block_size_k, least_inputs)
+    if limits.block_shape:  # a step over inputs is a block that shares a scale
+        inputs = least_inputs = _power_of_two_in(limits.block_shape[1])
+    tile = dataclasses.replace(tile, block_size_n=max(tile.block_size_n, least_columns), block_size_k=inputs)
     steps = ("num_stages", 2), ("block_size_k", least_inputs), ("block_size_n", least_columns), ("num_stages", 1)
     for name, least in steps:
         while getattr(tile, name) > least:

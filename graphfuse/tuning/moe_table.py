@@ -48,7 +48,9 @@ class MoeTable:
         tiles = self._chosen.get(num_tokens)
         if tiles is None:
             tiles = self.tuned(num_tokens) or self._heuristic(num_tokens)
-            self._chosen[num_tokens] = tiles = fit(tiles, self.limits) if self.limits else tiles
+            if self.limits:
+                tiles = fit(tiles, self.limits.at(num_tokens * self.shape.top_k))
+            self._chosen[num_tokens] = tiles
         return tiles
 
     @cached_property

@@ -80,7 +80,7 @@ def test_where_warps_and_stages_are_missing_tritons_own_count():
     ]
 
 
-def test_a_step_beyond_the_block_that_shares_a_scale_is_cut():
+def test_a_step_over_inputs_is_a_block_that_shares_a_scale():
     found = find("vllm", 256, 256, dtype=FP8, block_shape=BLOCKS)
     assert [tiles.gate_up.block_size_k for _, tiles in found.table.entries] == [128] * 4
     assert "fit blocks of 128 inputs that share a scale for 1, 4 tokens" in found.notes[-1]
@@ -140,7 +140,7 @@ def test_what_a_smaller_gpu_cannot_hold_is_made_smaller():
     device = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
     found = find("vllm", 16, 2048, device=device, shared_memory=SMALL_MEMORY)
     assert found.notes == [
-        "stages or blocks are made smaller to fit 101,376 bytes of shared memory for 4, 16, 64 tokens",
+        "stages or blocks are made to fit 101,376 bytes of shared memory for 4, 16, 64 tokens",
     ]
     limits = Limits(SMALL_MEMORY)
     assert all(shared_memory_bytes(tiles.gate_up, limits) <= SMALL_MEMORY for _, tiles in found.table.entries)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from graphfuse.tuning.moe_shared_memory import Limits, fit, shared_memory_bytes
+from graphfuse.tuning.moe_shared_memory import UNSORTED_CHOICES, Limits, fit, shared_memory_bytes
 from graphfuse.tuning.moe_tiles import MoeShape, Tile, Tiles
 from tests.tuning.moe import SMALL_MEMORY, both
 
@@ -39,12 +39,6 @@ def test_what_fits_to_the_byte_fits():
     assert fitted(tile, Limits(2 * 128 * 64 * 2 - 1)) == (64, 64, 32, 2)
 
 
-def test_scales_of_blocks_take_memory_too():
-    tile, blocks = (64, 64, 64, 1, 4, 2), (64, 64)
-    assert fitted(tile, Limits(2 * 128 * (64 + 4), 1, 1, blocks)) == (64, 64, 64, 2)
-    assert fitted(tile, Limits(2 * 128 * (64 + 4) - 1, 1, 1, blocks)) == (64, 64, 32, 2)
-
-
 def test_eight_bit_operands_take_half():
     assert fitted((128, 128, 128, 16, 8, 3)) == (128, 128, 64, 3 - 1)
     assert fitted((128, 128, 128, 16, 8, 3), FP8) == (128, 128, 128, 3)
@@ -56,10 +50,19 @@ def test_only_what_does_not_fit_is_changed():
     assert result.gate_up == small and result.down != large
 
 
-def test_a_step_over_inputs_has_one_scale():
-    assert fitted((64, 64, 256, 1, 4, 3), Limits(None, 1, 1, (128, 128))) == (64, 64, 128, 3)
-    assert fitted((64, 64, 256, 1, 4, 3), Limits(None, 1, 1, (128, 96))) == (64, 64, 32, 3)
-    assert fitted((64, 64, 64, 1, 4, 3), Limits(None, 1, 1, (128, 128))) == (64, 64, 64, 3)
+def test_a_step_over_inputs_is_a_block_that_shares_a_scale():
+    blocks = Limits(SMALL_MEMORY, 1, 1, (128, 128))
+    assert fitted((64, 64, 256, 1, 4, 3), blocks) == fitted((64, 64, 32, 1, 4, 3), blocks) == (64, 64, 128, 3)
+    assert fitted((256, 512, 128, 1, 8, 4), blocks) == (256, 128, 128, 2)
+    assert fitted((64, 64, 128, 1, 4, 3), Limits(None, 1, 1, (128, 96))) == (64, 64, 32, 3)
+
+
+def test_few_choices_come_as_floats_where_groups_have_scales():
+    blocks = Limits(SMALL_MEMORY, 1, 1, (128, 128))
+    assert (blocks.at(256).token_bytes, blocks.at(257).token_bytes) == (2, 1)
+    assert FP8.at(1) == FP8 and FLOATS.at(1) == FLOATS
+    moe_launch = pytest.importorskip("graphfuse.ops.moe_launch")
+    assert moe_launch.UNSORTED_CHOICES == UNSORTED_CHOICES
 
 
 def test_tensor_cores_keep_the_least_they_need():
@@ -81,10 +84,11 @@ def test_everything_a_file_may_hold_fits_99_kb(limits):
 
 
 def test_the_name_of_a_dtype_says_how_large_operands_are():
-    def sizes(dtype, **kwargs):
-        limits = Limits.of(MoeShape(8, 256, 512, 2, dtype), **kwargs)
+    def sizes(dtype, block_shape=None, **kwargs):
+        limits = Limits.of(MoeShape(8, 256, 512, 2, dtype, block_shape), **kwargs)
         return limits.token_bytes, limits.weight_bytes
 
-    assert sizes(None) == (2, 2) and sizes("fp8_w8a8") == (1, 1) and sizes("int8_w8a16") == (2, 1)
-    assert sizes("int4_w4a16") == (2, 1)
-    assert sizes(None, float_bytes=4) == (4, 4)
+    assert sizes(None) == (2, 2) and sizes(None, float_bytes=4) == (4, 4)
+    assert sizes("fp8_w8a8", (128, 128)) == (1, 1)
+    assert sizes("fp8_w8a8") == sizes("int4_w4a8") == (2, 1)  # tokens may be rounded in the product
+    assert sizes("int8_w8a16") == sizes("int4_w4a16") == (2, 2)  # weights become floats in the product
