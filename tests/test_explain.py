@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, Olmo2Config, Qwen3MoeConfig
+from transformers import Glm4MoeConfig, GPT2Config, LlamaConfig, Olmo2Config, Qwen3MoeConfig
 
 from graphfuse.errors import CheckpointError, ConfigError, SchemaError, UnsupportedModelError
 from graphfuse.explain import explain_checkpoint
@@ -91,6 +91,20 @@ def test_a_family_of_transformers_is_explained_with_its_own_plan(tmp_path):
     assert {site.op for site in report.sites if site.module.endswith("o_proj")} == {"all_reduce_rms_norm"}
     # Its attention is whole, and the part of it that a rank multiplies is cut out at a place that depends on the rank.
     assert {entry["module"].rpartition(".")[2] for entry in report.placements["reasons"]} == {"o_proj"}
+
+
+def test_the_experts_of_a_family_of_transformers_are_lowered(tmp_path):
+    config = Glm4MoeConfig(
+        **TINY, num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+        first_k_dense_replace=1, dtype="bfloat16", architectures=["Glm4MoeForCausalLM"],
+    )  # fmt: skip
+    report = explain_checkpoint(saved(config, tmp_path), 2, FACTS / "h200_x2.json")
+    (layer,) = report.moe
+    assert (layer.module, layer.experts, layer.intermediate, layer.status) == (
+        "model.layers.1.mlp.experts", 8, 32, "lowered",
+    )  # fmt: skip
+    assert report.totals["merged"] == 1  # its shared experts' reduction
+    assert not report.placements["faults"]
 
 
 def test_a_family_that_nobody_can_shard_is_an_error_that_says_what_was_tried(tmp_path):

@@ -1,0 +1,113 @@
+"""`experts_implementation="graphfuse"` computes what transformers' own implementations do, eagerly and compiled."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+import graphfuse
+import graphfuse.integrations.transformers as integration
+from graphfuse.facts import Facts
+from graphfuse.passes.expert_layers import is_expert_layer
+from graphfuse.passes.grouped_experts import is_grouped_product
+from graphfuse.testing import trace
+from graphfuse.tuning.moe_table import MoeTable
+from graphfuse.tuning.moe_tiles import MoeShape
+from tests.documents import ROOT
+from tests.integrations.models import FAMILIES, IDS, logits, model, sharded
+
+H200 = Facts.from_json(ROOT / "configs" / "facts" / "h200_x2.json")
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    integration.register()
+
+
+def count(module: GraphModule, kind) -> int:
+    return sum(map(kind, module.graph.nodes))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_computes_what_transformers_eager_experts_do(family):
+    want = logits(model(family, "eager"))
+    mine = model(family, "graphfuse")
+    assert want.std() > 0.5
+    assert (logits(mine) - want).abs().max() < 1e-5
+    compiled = graphfuse.compile(mine)
+    assert (logits(compiled) - want).abs().max() < 1e-5
+    assert len(compiled.report.moe) == 2
+    assert compiled.report.rules["match_grouped_experts"] | {"seconds": 0} == {
+        "matches": 0,
+        "declines": 0,
+        "seconds": 0,
+    }
+
+
+@pytest.mark.parametrize(("family", "implementation"), [("qwen3_moe", "graphfuse"), ("gpt_oss", "grouped_mm")])
+def test_either_implementation_is_lowered_on_a_gpu(family, implementation):
+    traced = trace(model(family, implementation), {"input_ids": IDS, "use_cache": False}, None, facts=H200)
+    assert count(traced.before, is_expert_layer) == (2 if implementation == "graphfuse" else 0)
+    assert count(traced.after, is_expert_layer) == 2
+    assert count(traced.after, is_grouped_product) == 0
+    assert [layer.status for layer in traced.report.moe] == ["lowered"] * 2
+    assert [layer.module for layer in traced.report.moe] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+
+
+@pytest.mark.parametrize("by", [pytest.param("inner", marks=pytest.mark.slow), "expert"])
+def test_sharded_by_transformers_plan_it_computes_the_whole(ranks, by):
+    for whole, eager, compiled, report in ranks.run(2, sharded, by, timeout=120):
+        assert (eager - whole).abs().max() < 1e-5
+        assert (compiled - whole).abs().max() < 1e-5
+        assert report["totals"] == {"all_reduce": 5, "fused": 5, "merged": 0, "declined": 0}
+        sizes = [(layer["experts"], layer["intermediate"]) for layer in report["moe"]]
+        assert sizes == [(4, 8) if by == "inner" else (2, 16)] * 2
+
+
+def test_registering_twice_changes_nothing_but_the_folder(tmp_path):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    names = set(ALL_EXPERTS_FUNCTIONS)
+    integration.register(tmp_path)
+    assert set(ALL_EXPERTS_FUNCTIONS) == names
+    assert ALL_EXPERTS_FUNCTIONS["graphfuse"].keywords == {"moe_config_dir": str(tmp_path)}
+
+
+def test_experts_that_the_op_does_not_know_run_on_grouped_mm_and_say_so_once(caplog):
+    integration._warn.cache_clear()
+    caplog.set_level(logging.WARNING)
+    want, got = (
+        logits(model("qwen3_moe", "eager", hidden_act="relu")),
+        model("qwen3_moe", "graphfuse", hidden_act="relu"),
+    )
+    assert (logits(got) - want).abs().max() < 1e-5
+    (record,) = (record for record in caplog.records if record.name == integration.__name__)
+    assert "Qwen3MoeExperts computes something that graphfuse's experts do not know" in record.getMessage()
+
+
+def test_the_clamp_of_gpt_oss_is_read_from_the_module():
+    experts = model("gpt_oss", "graphfuse").model.layers[0].mlp.experts
+    assert integration._formula(experts) == ("swiglu_oai", 7.0)
+    experts.limit = 3.5
+    assert integration._formula(experts) == ("swiglu_oai", 3.5)
+    experts.alpha = 1.6
+    assert integration._formula(experts) is None
+
+
+def test_eager_experts_on_a_gpu_take_the_table_of_their_shape_once(monkeypatch, tmp_path):
+    from graphfuse.tuning import moe_files
+
+    looked = []
+    find = moe_files.find_table
+    monkeypatch.setattr(
+        moe_files, "find_table", lambda *args, **kw: looked.append((*args, kw["folder"])) or find(*args, **kw)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
+    integration._kernel.cache_clear()
+    for transposed, down in ((False, (4, 32, 24)), (True, (4, 24, 32)), (False, (4, 32, 24))):
+        kernel = integration._kernel(down, transposed, 2, torch.bfloat16, torch.device("cuda", 0), str(tmp_path))
+        assert MoeTable.from_text(kernel).shape == MoeShape(4, 24, 32, 2)
+    assert looked == [(MoeShape(4, 24, 32, 2), "NVIDIA H200", str(tmp_path))] * 2
