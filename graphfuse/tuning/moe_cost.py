@@ -94,7 +94,7 @@ def seconds(shape: MoeShape, num_tokens: int, name: str, tile: Tile, device: Dev
 
     flops = device.bf16_flops * (2 if weight_bytes == 1 else 1) / device.num_sms
     products = math.ceil(programs / device.num_sms) * 2 * bm * bn * bk * steps
-    arithmetic = products / (flops * tensor_core_share(tile))
+    arithmetic = products / (flops * tensor_core_share(tile, name))
 
     busy = min(device.num_sms, programs)
     at_once = min(resident, max(1, programs / device.num_sms))
@@ -129,9 +129,14 @@ def row_blocks(mean_rows: float, block_size_m: int) -> float:
     )
 
 
-def tensor_core_share(tile: Tile) -> float:
+def columns_at_once(tile: Tile, name: str) -> int:
+    """Columns that an instruction may work on: gate_up multiplies gates and ups apart."""
+    return tile.block_size_n // 2 if name == "gate_up" else tile.block_size_n
+
+
+def tensor_core_share(tile: Tile, name: str) -> float:
     """Share of the tensor cores' peak that a block's shape allows."""
-    rows, columns = tile.block_size_m, tile.block_size_n
+    rows, columns = tile.block_size_m, columns_at_once(tile, name)
     if tile.swap_ab:
         rows, columns = columns, rows
     if rows < WGMMA_ROWS:

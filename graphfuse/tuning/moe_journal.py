@@ -136,13 +136,14 @@ class Journal:
                 )
         if len(lines) == 1:
             self._line(list(COLUMNS))
-        for number, values in enumerate(csv.reader(lines[2:]), start=3):
+        elif lines[1] != ",".join(COLUMNS):
+            raise self._no_journal()
+        for number, row in enumerate(lines[2:], start=3):
             try:
-                self.known.add(_trial(values))
-            except (ValueError, AssertionError) as error:
+                self.known.add(_trial(next(csv.reader([row], strict=True), [])))
+            except (ValueError, csv.Error) as error:
                 raise SchemaError(
-                    f"{self.file}, line {number}: {brief(','.join(values))} is no trial. Remove the line, or move the "
-                    "file away."
+                    f"{self.file}, line {number}: {brief(row)} is no trial. Remove the line, or move the file away."
                 ) from error
 
     def _origin(self, line: str) -> dict[str, object]:
@@ -153,11 +154,13 @@ class Journal:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise SchemaError(
-                f"{self.file} does not begin with what it was measured with. Move the file away, or give another "
-                "--output."
-            )
+            raise self._no_journal()
         return found
+
+    def _no_journal(self) -> SchemaError:
+        return SchemaError(
+            f"{self.file} does not begin as a file of trials does. Move the file away, or give another --output."
+        )
 
 
 def journal_file(table_file: Path) -> Path:
@@ -166,15 +169,25 @@ def journal_file(table_file: Path) -> Path:
 
 
 def _trial(values: list[str]) -> Trial:
-    """Raises `ValueError` for what is no line of a journal, `AssertionError` for tiles that are no pair."""
+    """Raises `ValueError` for what is no line of a journal."""
     if len(values) != len(COLUMNS):
         raise ValueError("another number of columns")
     _, num_tokens, rounds, us, status, block_m, *rest = values
-    numbers = [int(value) for value in rest]
-    tiles = Tiles(*(_tile(int(block_m), numbers[start : start + len(_OF_A_TILE)]) for start in (0, len(_OF_A_TILE))))
+    numbers = [_count(value) for value in rest]
+    tiles = Tiles(*(_tile(_count(block_m), numbers[start : start + len(_OF_A_TILE)]) for start in (0, len(_OF_A_TILE))))
     if (status == OK) != bool(us):
         raise ValueError("a time without success, or the reverse")
-    return Trial(int(num_tokens), tiles, int(rounds), float(us) if us else math.inf, status)
+    time = float(us) if us else math.inf
+    if us and not 0 < time < math.inf:
+        raise ValueError("no time")
+    return Trial(_count(num_tokens), tiles, _count(rounds), time, status)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 1 << 31:
+        raise ValueError("no such number")
+    return number
 
 
 def _tile(block_m: int, numbers: list[int]) -> Tile:

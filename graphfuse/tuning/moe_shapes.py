@@ -172,7 +172,13 @@ def _read_experts(folder: Path) -> Experts:
     if isinstance(values, dict) and _is_known_to_transformers(values.get("model_type")):
         # Its classes know what a config that was saved without its defaults left out.
         config = read_config(folder)
-        text: Mapping[str, Any] = config.get_text_config().to_dict()
+        try:
+            section = config.get_text_config()
+            text: Mapping[str, Any] = section if isinstance(section, dict) else section.to_dict()
+        except Exception as error:  # each class has its own ways to find that section
+            raise CheckpointError(
+                f"{file} has no section for text that can be read ({brief(error)}). Check or download it again."
+            ) from error
         quantisation = getattr(config, "quantization_config", None) or text.get("quantization_config")
     elif isinstance(values, dict):
         text = next((values[key] for key in TEXT_SECTIONS if isinstance(values.get(key), dict)), values)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from graphfuse.tuning.moe_cost import Device, Product, accumulators, row_blocks, seconds
+from graphfuse.tuning.moe_cost import WGMMA_ROWS, Device, Product, accumulators, columns_at_once, row_blocks, seconds
 from graphfuse.tuning.moe_shared_memory import Limits, shared_memory_bytes
 from graphfuse.tuning.moe_tiles import MoeShape, Tile
 
@@ -22,8 +22,6 @@ GROUPS = (1, 16, 32, 64)
 WARPS = (4, 8)
 STAGES = (2, 3, 4, 5)
 USUAL_STAGES = 4
-SWAPPED_UP_TO = 64
-"""Rows of a block from which swapped operands have nothing to win: Hopper's instructions take 64 rows."""
 
 MIN_ACCUMULATORS, MAX_ACCUMULATORS = 4, 128
 """Results in the registers of a thread: with fewer, a warp has too little to do; with more, they spill."""
@@ -36,7 +34,7 @@ def ranked(shape: MoeShape, num_tokens: int, name: str, block_size_m: int, devic
         core = tile.block_size_n, tile.block_size_k, tile.swap_ab
         time = seconds(shape, num_tokens, name, tile, device)
         # The model sees no reason for more stages than memory needs; what wins has three or four where they fit.
-        time *= 1 + 0.01 * abs(tile.num_stages - USUAL_STAGES)
+        time *= 1 + 0.03 * abs(tile.num_stages - USUAL_STAGES)
         if core not in fastest or time < fastest[core][0]:
             fastest[core] = time, tile
     order = sorted(fastest.values(), key=lambda pair: pair[0])
@@ -80,7 +78,7 @@ def neighbours(tile: Tile, shape: MoeShape, name: str, device: Device, *, blocks
 
 
 def _all(block_size_m: int) -> Iterator[Tile]:
-    swaps = (False, True) if block_size_m < SWAPPED_UP_TO else (False,)
+    swaps = (False, True) if block_size_m < WGMMA_ROWS else (False,)
     for block_n, block_k, swap, warps, stages in product(BLOCKS_N, BLOCKS_K, swaps, WARPS, STAGES):
         yield Tile(block_size_m, block_n, block_k, 1, warps, stages, swap)
 
@@ -90,7 +88,7 @@ def _is_in_space(tile: Tile) -> bool:
         tile.block_size_n in BLOCKS_N
         and tile.block_size_k in BLOCKS_K
         and tile.num_stages in STAGES
-        and not (tile.swap_ab and tile.block_size_m >= SWAPPED_UP_TO)
+        and not (tile.swap_ab and tile.block_size_m >= WGMMA_ROWS)
     )
 
 
@@ -101,7 +99,7 @@ def _is_sensible(tile: Tile, shape: MoeShape, name: str, device: Device) -> bool
         # A step over inputs has one scale: two steps for a block would only multiply by it twice.
         if block_k % tile.block_size_k or (block_k in BLOCKS_K and tile.block_size_k != block_k):
             return False
-    if tile.swap_ab and tile.block_size_n < 64:
+    if tile.swap_ab and columns_at_once(tile, name) < WGMMA_ROWS:
         return False
     if tile.block_size_n >= 2 * whole.columns and tile.block_size_n > BLOCKS_N[0]:
         return False

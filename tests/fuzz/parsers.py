@@ -38,7 +38,7 @@ from graphfuse.weights.load import load, local_folder
 from graphfuse.weights.plan import Copy
 from graphfuse.weights.stream import Reader
 from tests.documents import ROOT
-from tests.fuzz import documents, moe_configs, moe_results
+from tests.fuzz import documents, moe_configs, moe_results, moe_tuning
 from tests.generation.conftest import make_tokenizer
 from tests.models import tiny
 
@@ -390,6 +390,8 @@ PARSERS = {
             documents.json_files(moe_results.FIGURES, moe_results.FIGURE_WORDS),
             moe_results.read_figures,
         ),
+        Parser("moe_shape", documents.json_files(moe_tuning.SHAPES, moe_tuning.SHAPE_WORDS), moe_tuning.read_shape),
+        Parser("moe_journal", moe_tuning.journals, moe_tuning.read_journal),
         Parser("facts", documents.json_files(FACTS, FACTS_WORDS), read_facts),
         Parser("settings", documents.json_files(SETTINGS, SETTING_WORDS), read_settings),
     )

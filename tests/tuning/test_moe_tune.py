@@ -213,7 +213,7 @@ def test_a_line_that_is_no_trial_is_an_error(tmp_path, line, message):
 def test_a_file_that_is_no_journal_is_an_error(tmp_path):
     file = tmp_path / "j.csv"
     file.write_text("a,b\n1,2\n")
-    with pytest.raises(SchemaError, match="does not begin with what it was measured with"):
+    with pytest.raises(SchemaError, match="does not begin as a file of trials does"):
         Journal(file, {})
     with pytest.raises(ConfigError, match="cannot be written"):
         Journal(tmp_path, {})
