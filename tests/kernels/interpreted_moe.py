@@ -159,7 +159,7 @@ def test_every_activation_with_and_without_limit(activation, limit):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, 33, pytest.param(130, marks=slow)])
-@pytest.mark.parametrize("form", ["unscaled", "channel, dynamic"])
+@pytest.mark.parametrize("form", ["unscaled", pytest.param("channel, dynamic", marks=slow)])
 @pytest.mark.parametrize("tiles", ["few", pytest.param("swapped", marks=slow), pytest.param("unlike", marks=slow)])
 def test_any_number_of_tokens(num_tokens, form, tiles):
     layer = make_layer(form, num_experts=4, hidden_size=48, intermediate_size=32)
@@ -206,7 +206,7 @@ def test_routings(routing, ids_dtype, tiles):
     assert torch.equal(got[nowhere], torch.zeros_like(got[nowhere]))
 
 
-@pytest.mark.parametrize("form", ["unscaled", "channel, dynamic", "block, dynamic"])
+@pytest.mark.parametrize("form", ["unscaled", pytest.param("channel, dynamic", marks=slow), "block, dynamic"])
 def test_the_shares_of_two_ranks_with_their_own_experts_sum_up(form):
     layer = make_layer(form, dtype=torch.float32, num_experts=5, block_shape=(32, 32))
     tokens, ids, weights = make_inputs(layer, 6, 3)
@@ -222,7 +222,7 @@ def _slice(layer, first, last):
     return replace(layer, weights=replace(w, **parts))
 
 
-@pytest.mark.parametrize("form", ["unscaled", "expert, static", "block, dynamic"])
+@pytest.mark.parametrize("form", ["unscaled", pytest.param("expert, static", marks=slow), "block, dynamic"])
 def test_views_are_read_where_they_lie(form):
     layer = make_layer(form, num_experts=3, block_shape=(32, 32))
     tokens, ids, weights = make_inputs(layer, 4, 2)
@@ -246,7 +246,7 @@ def test_weights_of_choices_in_any_dtype(topk_dtype):
     check(layer, tokens, ids, weights.to(topk_dtype))
 
 
-@pytest.mark.parametrize("form", ["unscaled", "channel, dynamic", "block, dynamic"])
+@pytest.mark.parametrize("form", ["unscaled", pytest.param("channel, dynamic", marks=slow), "block, dynamic"])
 @pytest.mark.parametrize("tiles", ["few", pytest.param("swapped", marks=slow)])
 def test_results_repeat_bit_for_bit_and_inputs_are_not_modified(form, tiles):
     layer = make_layer(form, block_shape=(32, 32))

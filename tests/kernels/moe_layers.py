@@ -63,7 +63,10 @@ def make_layer(
         0.3 * torch.randn(num_experts, n, generator=generator).to(dtype) if biases else None
         for n in (2 * intermediate_size, hidden_size)
     )
-    weights = ExpertWeights(*stored, gate_up_bias, down_bias, *scales, block, interleaved, transposed)
+    (gate_up, down), (gate_up_scale, down_scale) = stored, scales
+    weights = ExpertWeights(
+        gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale, block, interleaved, transposed
+    )  # fmt: skip
     if activations != "static":
         return Layer(weights, activation, limit, dynamic=activations == "dynamic", dtype=dtype)
     steps = (torch.rand(2, num_experts if scales_per_expert else 1, generator=generator) + 1) * 8 / TOP

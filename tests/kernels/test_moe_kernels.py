@@ -12,14 +12,19 @@ CASES = [str(FOLDER / name) for name in ("interpreted_moe.py", "interpreted_moe_
 
 
 @pytest.mark.parametrize(
-    "which", [pytest.param("not slow", id="quick cases"), pytest.param("slow", id="slow cases", marks=pytest.mark.slow)]
+    "which",
+    [
+        pytest.param(("-m", "not slow"), id="quick cases"),
+        pytest.param(("-m", "slow", "-k", "not unsorted"), id="slow cases, sorted", marks=pytest.mark.slow),
+        pytest.param(("-m", "slow", "-k", "unsorted"), id="slow cases, unsorted", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1500)
 def test_the_interpreted_kernels_are_as_close_to_float64_as_the_plain_path(which):
     pytest.importorskip("triton", reason="Triton is published for Linux only")
-    command = [sys.executable, "-m", "pytest", "-m", which, "-p", "no:cacheprovider", "-p", "no:xdist", *CASES]
+    command = [sys.executable, "-m", "pytest", *which, "-p", "no:cacheprovider", "-p", "no:xdist", *CASES]
     child = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=1100
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=1400
     )
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
     assert " passed" in child.stdout
