@@ -51,6 +51,7 @@ def collect(launch: Callable[[], object]) -> list[Kernel]:
     found: dict[Kernel, None] = {}
 
     def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        settle_key(fn.jit_function)
         kernel = Kernel(
             fn.module, fn.name, compile["specialization_data"], (target.backend, target.arch, target.warp_size)
         )
@@ -127,10 +128,26 @@ def compile_kernel(kernel: Kernel) -> str:
         while not isinstance(function, JITFunction):  # behind decorators such as triton.heuristics
             function = function.fn
         _set_target(kernel.target)
+        settle_key(function)
         function.preload(kernel.specialization)
     except Exception as error:
         return f"{type(error).__name__}: {brief(error, 300)}"
     return ""
+
+
+def settle_key(function: Any) -> str:
+    """The key of a function in Triton's cache, after those of all that it calls.
+
+    Triton 3.6 makes another key of a function if those that it calls have none yet: a process that ran other kernels
+    before would not find what a compiler stored.
+    """
+    from triton.runtime.jit import JITCallable
+
+    for name in function.fn.__code__.co_names:
+        called = function.fn.__globals__.get(name)
+        if isinstance(called, JITCallable) and called is not function:
+            settle_key(called)
+    return function.cache_key
 
 
 class _Target:

@@ -17,6 +17,24 @@ def wrong(x, BLOCK: tl.constexpr):
     tl.store(x + tl.arange(0, BLOCK), tl.arange(0, BLOCK) + tl.arange(0, 2 * BLOCK))
 
 
+STEP = tl.constexpr(2)
+
+
+@triton.jit
+def stepped(value):
+    return value + STEP
+
+
+@triton.jit
+def step(x):
+    tl.store(x, stepped(tl.load(x)))
+
+
+@triton.jit
+def step_back(x):
+    tl.store(x, stepped(tl.load(x)) - 2 * STEP)
+
+
 class _Aborts:
     """What a compiler does that meets its own assertion."""
 

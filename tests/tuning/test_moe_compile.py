@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphfuse.tuning.moe_compile import Compilers, Kernel, _Target, collect
+from graphfuse.tuning.moe_compile import Compilers, Kernel, _Target, collect, settle_key
 from tests.tuning import compiled_kernels
 
 triton = pytest.importorskip("triton")
@@ -69,6 +69,21 @@ def test_a_collected_kernel_is_neither_compiled_nor_launched_and_the_hook_goes_a
     assert len(collected(compiled_kernels.double, x, x, 64, BLOCK=64)) == 1
     assert not (tmp_path / "cache").exists() and bool((x == 1).all())
     assert knobs.runtime.jit_cache_hook is None
+
+
+@pytest.mark.parametrize("before", [(), (compiled_kernels.stepped,), (compiled_kernels.step_back,)], ids=repr)
+def test_a_kernel_has_one_key_whatever_ran_before_it(before):
+    def forget():
+        for function in (compiled_kernels.stepped, compiled_kernels.step, compiled_kernels.step_back):
+            function.hash, function.used_global_vals = None, {}
+
+    forget()
+    alone = settle_key(compiled_kernels.step)
+    forget()
+    for function in before:
+        settle_key(function)
+    assert settle_key(compiled_kernels.step) == alone
+    forget()
 
 
 def test_closing_ends_the_processes(hopper, compilers):
