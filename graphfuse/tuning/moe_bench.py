@@ -266,8 +266,3 @@ class Expected:
     def error(self, out: Tensor) -> float:
         """The distance of a result, as a share of the norm."""
         return ((out[self.rows].float() - self.values).norm() / self.values.norm()).item()
-
-
-def error_of(out: Tensor, layer: Layer, inputs: Inputs) -> float:
-    """The error of a single result; where there are several of one call, `Expected` looks at the reference once."""
-    return Expected.of(layer, inputs).error(out)
