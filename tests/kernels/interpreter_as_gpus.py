@@ -36,6 +36,7 @@ def arithmetic_of_gpus() -> Iterator[None]:
     with (
         mock.patch.object(interpreter, "_convert_float", _convert),
         mock.patch.object(builder, "create_dot", _dot),
+        mock.patch.object(builder, "create_splat", _splat),
         mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
     ):
         yield
@@ -55,6 +56,12 @@ def _dot(builder, a, b, accumulator, input_precision, max_num_imprecise_acc):
     left, right = (_operand(t.data, t.dtype.scalar) for t in (a, b))
     product = np.matmul(left, right, dtype=accumulator.data.dtype)
     return interpreter.TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
+
+
+def _splat(builder, block_type, scalar):
+    """The interpreter makes integers of a scalar comparison, which can no longer be a mask."""
+    data = np.full(block_type.shape, scalar.data, dtype=np.asarray(scalar.data).dtype)
+    return interpreter.TensorHandle(data, scalar.dtype.scalar)
 
 
 def _patch_tensor(tensor, scope):

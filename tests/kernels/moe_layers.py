@@ -23,6 +23,7 @@ FORMS = (
     "expert, static",
     "expert, dynamic",
     "channel, dynamic",
+    "block, static",
     "block, dynamic",
     "expert, 16 bits",
     "channel, 16 bits",
