@@ -24,8 +24,12 @@ def _combine(
     num_experts,
     H,
     TOP_K: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     out = tl.zeros([BLOCK], tl.float32)
@@ -39,11 +43,20 @@ def _combine(
     tl.store(out_ptr + token * H + column, out.to(out_ptr.dtype.element_ty), mask=column < H)
 
 
-def combine(choices: Tensor, topk_ids: Tensor, topk_weights: Tensor, first_expert: int, num_experts: int, out: Tensor):
-    """choices `[T * K, H]`, topk_ids and topk_weights `[T, K]`, out `[T, H]`, all contiguous; T at least 1."""
+def combine(
+    choices: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    first_expert: int,
+    num_experts: int,
+    out: Tensor,
+    launch: dict[str, bool],
+) -> None:
+    """choices `[T * K, H]`, topk_ids and topk_weights `[T, K]`, out `[T, H]`, all contiguous; T at least 1.
+    launch: keyword arguments of a dependent launch."""
     tokens, hidden = out.shape
     block = min(triton.next_power_of_2(hidden), 256 if tokens < 64 else 1024)
     _combine[(tokens, triton.cdiv(hidden, block))](
         choices, topk_ids, topk_weights, out, first_expert, num_experts, hidden,
-        TOP_K=topk_ids.shape[1], BLOCK=block, num_warps=max(1, block // 256),
+        TOP_K=topk_ids.shape[1], BLOCK=block, num_warps=max(1, block // 256), **launch,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The second grouped product of an MoE layer: each choice's intermediate through its expert's down projection.
 
-    eager equivalent:  out[p] = w[e] @ x[row(p)] + bias[e]          for the choice p with expert e, in float32, then rounded
+    eager equivalent, for the choice p with expert e:  out[p] = w[e] @ x[row(p)] + bias[e]      in float32, then rounded
 
 The rows of choices whose experts are not held here are never written; `moe_combine` does not read them.
 
@@ -47,6 +47,7 @@ def down(
     ONE_SCALE: tl.constexpr,  # BLOCKS: a program's outputs lie in one block
     SORTED: tl.constexpr,
     CHOICES: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     SWAP: tl.constexpr,
@@ -59,6 +60,9 @@ def down(
     expert, choices, rows, valid = choices_of(
         block, ids_ptr, order_ptr, blocks_ptr, first_expert, num_experts, num_choices, SORTED, BLOCK_M, CHOICES
     )
+    if DEPENDENT_LAUNCH:  # only the intermediate comes from the kernel before this one
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if expert < 0:
         return
     column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)

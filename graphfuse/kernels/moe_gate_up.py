@@ -5,11 +5,12 @@
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)          # with a limit
         out[row(p)] = activation(gate) * up                  # [I], in float32 until here; then rounded, or quantised
 
-A program makes BLOCK_N / 2 columns for BLOCK_M rows. Separate halves are two products of one x; interleaved ones are a
-single product whose columns are split in registers.
+A program makes BLOCK_N / 2 columns for BLOCK_M rows. It reads gates and ups in turn, however they are stored, so that
+one product of BLOCK_N columns makes both, and a thread holds the gate and the up of the same column. Only where blocks
+have scales are they two products: each then has one scale at a time.
 
-Quantised results (OUT): STATIC divides by mid_scale; GROUPS gives each row's group of BLOCK_N / 2 columns a scale of its
-own. See moe_product for what is done with x, and moe_blocks for rows.
+Quantised results (OUT): STATIC divides by mid_scale; GROUPS gives each row's group of BLOCK_N / 2 columns a scale of
+its own. See moe_product for what is done with x, and moe_blocks for rows.
 
 Legend: T tokens, H hidden = K inputs, I intermediate size here, P choices.
 """
@@ -80,6 +81,7 @@ def gate_up(
     ONE_SCALE: tl.constexpr,  # BLOCKS: a program's gates lie in one block, and so do its ups
     SORTED: tl.constexpr,
     CHOICES: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     SWAP: tl.constexpr,
@@ -89,8 +91,11 @@ def gate_up(
     GROUP_M: tl.constexpr,
 ):
     HALF: tl.constexpr = BLOCK_N // 2
-    TWO: tl.constexpr = not INTERLEAVED
+    TWO: tl.constexpr = W_SCALE == BLOCKS and not INTERLEAVED
     COLUMNS: tl.constexpr = HALF if TWO else BLOCK_N
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     block, column_block = tile_of(tl.program_id(0), num_row_blocks, tl.cdiv(I, HALF), GROUP_M)
     expert, choices, rows, valid = choices_of(
         block, ids_ptr, order_ptr, blocks_ptr, first_expert, num_experts, num_choices, SORTED, BLOCK_M, CHOICES
@@ -102,6 +107,12 @@ def gate_up(
         w_rows_0 = column
         w_rows_1 = column + I
         exist = column < I
+    elif not INTERLEAVED:
+        lane = tl.arange(0, BLOCK_N)
+        w_rows_0 = column_block * HALF + lane // 2
+        exist = w_rows_0 < I
+        w_rows_0 += lane % 2 * I
+        w_rows_1 = w_rows_0
     else:
         w_rows_0 = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
         w_rows_1 = w_rows_0

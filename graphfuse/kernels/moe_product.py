@@ -12,8 +12,8 @@ in float32, with the scales of FP8 operands where they must stand inside the loo
 With w_scale one to a block of weights (BLOCKS), BLOCK_K is the block's, and each block's product is multiplied by the
 scales of its operands before it is added.
 
-SWAP computes the transposed product: the tensor cores' rows are weights, of which there are always enough; few rows of x
-are then its narrow side.
+SWAP computes the transposed product: the tensor cores' rows are weights, of which there are always enough; few rows of
+x are then its narrow side.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def round_to(x, scale, dtype: tl.constexpr):
 
 @triton.jit
 def group_scale(x, dtype: tl.constexpr):
-    """`[M]` float32: what each row of x `[M, N]` is divided by so that its largest number is the largest of the dtype."""
+    """`[M]` float32: what rows of x `[M, N]` are divided by, so that their largest number is the dtype's largest."""
     limit: tl.constexpr = 57344.0 if dtype == tl.float8e5 else 448.0
     largest = tl.max(tl.abs(x.to(tl.float32)), 1)
     return tl.where(largest == 0, 1.0, largest / limit)

@@ -3,7 +3,8 @@
     eager equivalent:
         expert = topk_ids.flatten() - first_expert                       # [P]
         order = argsort(where(held, expert, E), stable=False)[:num_held]
-        blocks = for each expert with n choices from position s: (expert, s + i * BLOCK_M, s + n) for i < ceil(n / BLOCK_M)
+        blocks = for each expert with n choices from position s:
+                     (expert, s + i * BLOCK_M, s + n) for i < ceil(n / BLOCK_M)
 
 Rows of a product do not depend on where in a block they stand, so the order among the choices of one expert is left to
 chance and results are the same bit by bit. Up to 8,192 choices one program does it all; more are counted and placed by
@@ -25,7 +26,7 @@ CHUNK = 1024
 
 @triton.jit
 def _plan(counts, cursor_ptr, blocks_ptr, max_blocks, BINS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """From counts `[BINS]`: where each expert's choices start (into cursor), and the list of blocks, filled up with -1."""
+    """From counts `[BINS]`: where each expert's choices start (cursor), and the list of blocks, then -1 for experts."""
     expert = tl.arange(0, BINS)
     start = tl.cumsum(counts, 0) - counts
     tl.store(cursor_ptr + expert, start)

@@ -2,9 +2,10 @@
 
     few choices      gate_up ─► down ─► combine                               each program finds its choices itself
     otherwise        sort ─► gate_up ─► down ─► combine
-    FP8, dynamic     a scale for a row needs the whole row: tokens and intermediate are quantised by kernels of their own.
-                     A scale for a group of inputs is found where the group is: in gate_up for the intermediate, if a
-                     program makes whole groups; in the loop of the product, if there are few choices
+    FP8 activations  tokens and intermediate are rounded by kernels of their own, but for what can be done on the way:
+                     in gate_up for the intermediate, with a static scale, or where a program makes whole groups; and in
+                     the loops of the products, where there are too few choices to be worth a launch. A scale for a row
+                     needs the whole row, and always a kernel of its own
 
 Nothing waits for the device or depends on values on the host, so all of it can be captured in a CUDA graph.
 
@@ -25,13 +26,16 @@ from graphfuse.kernels.moe_gate_up import gate_up
 from graphfuse.kernels.moe_product import AS_IS, GROUPS, SCALED, STATIC
 from graphfuse.kernels.moe_scales import BLOCKS, CHANNELS, NONE, ROWS, TENSOR
 from graphfuse.kernels.moe_sort import sort_choices
-from graphfuse.kernels.quantise import quantise
+from graphfuse.kernels.quantise import quantise, quantise_static
 from graphfuse.ops.moe_reference import ExpertWeights
 from graphfuse.ops.moe_triton import FP8
 from graphfuse.tuning.moe_tiles import Tile, Tiles
 
-UNSORTED_CHOICES = 256
+UNSORTED_CHOICES = 128
 """Up to so many choices programs find theirs by themselves, which costs less than a sort before."""
+
+ROUNDED_IN_LOOP = 16
+"""Up to so many choices are rounded to FP8 by each program that reads them, which costs less than a kernel before."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +80,11 @@ def run(
     routing = (topk_ids, order, blocks)
     counts = (first_expert, experts, choices, num_blocks)
     sizes = {"SORTED": is_sorted, "CHOICES": max(16, triton.next_power_of_2(choices)) if not is_sorted else 1}
+    launch = _dependent_launch(tokens)
     quantised = weights.gate_up.dtype in FP8
     block_n, block_k = weights.block_shape if weights.block_shape and weights.gate_up_scale is not None else (1, 0)
 
-    x = _tokens_operand(tokens, tokens_scale, weights.gate_up.dtype, dynamic, block_k, is_sorted)
+    x = _operand(tokens, tokens_scale, weights.gate_up.dtype, dynamic, block_k, choices)
     half = tile.block_size_n // 2
     groups_whole = dynamic and block_k == half
     stored = weights.gate_up.dtype if intermediate_scale is not None or groups_whole else dtype
@@ -96,7 +101,7 @@ def run(
         OUT=STATIC if intermediate_scale is not None else GROUPS if groups_whole else AS_IS,
         BIAS=weights.gate_up_bias is not None, ACTIVATION=activation, LIMITED=activation_limit is not None,
         INTERLEAVED=weights.interleaved, ONE_SCALE=not weights.interleaved and _in_one_block(half, inner, block_n),
-        **sizes, EVEN_N=inner % half == 0, **_tile(tile, hidden, block_k),
+        **sizes, **launch, EVEN_N=inner % half == 0, **_tile(tile, hidden, block_k),
     )  # fmt: skip
 
     if intermediate_scale is not None:
@@ -105,7 +110,7 @@ def run(
     elif groups_whole:
         x = _Operand(middle, SCALED, middle_scales, ROWS, middle_scales.stride(0))
     elif dynamic and quantised:
-        x = _tokens_operand(middle, None, weights.down.dtype, dynamic, block_k, is_sorted)
+        x = _operand(middle, None, weights.down.dtype, dynamic, block_k, choices)
     else:
         x = _Operand(middle, AS_IS, middle, NONE, 0)
     tile = tiles.down
@@ -115,14 +120,14 @@ def run(
         *counts, hidden, inner, *_strides(weights.down, weights), x.stride_scale, _stride(weights.down_scale), block_n,
         X=x.how, X_SCALE=x.scale_kind, W_SCALE=_w_scale(weights, weights.down_scale),
         BIAS=weights.down_bias is not None, ONE_SCALE=_in_one_block(tile.block_size_n, 0, block_n),
-        **sizes, EVEN_N=hidden % tile.block_size_n == 0, **_tile(tile, inner, block_k),
+        **sizes, **launch, EVEN_N=hidden % tile.block_size_n == 0, **_tile(tile, inner, block_k),
     )  # fmt: skip
-    combine(by_choice, topk_ids, topk_weights, first_expert, experts, out)
+    combine(by_choice, topk_ids, topk_weights, first_expert, experts, out, launch)
     return out
 
 
-def _tokens_operand(
-    x: Tensor, scale: Tensor | None, stored: torch.dtype, dynamic: bool, block_k: int, is_sorted: bool
+def _operand(
+    x: Tensor, scale: Tensor | None, stored: torch.dtype, dynamic: bool, block_k: int, choices: int
 ) -> _Operand:
     """x as it is, or quantised before the product, or to be quantised in it."""
     if x.dtype in FP8:
@@ -134,14 +139,23 @@ def _tokens_operand(
             scale = scale.expand(x.shape[0], triton.cdiv(x.shape[1], block_k)).contiguous() if rows else scale
             grouped, stride = rows, scale.stride(0) if rows else stride
         return _Operand(x, SCALED if grouped else AS_IS, scale, kind, stride)
-    if scale is not None:
+    if scale is not None and (choices <= ROUNDED_IN_LOOP or scale.numel() > 1):
         return _Operand(x, STATIC, scale, TENSOR, _per_expert(scale))
+    if scale is not None:
+        return _Operand(quantise_static(x, scale, stored), AS_IS, scale, TENSOR, 0)
     if not dynamic:
         return _Operand(x, AS_IS, x, NONE, 0)
-    if block_k and not is_sorted:
+    if block_k and choices <= ROUNDED_IN_LOOP:
         return _Operand(x, GROUPS, x, NONE, 0)
     x, scale = quantise(x, block_k or x.shape[1], stored)
     return _Operand(x, SCALED if block_k else AS_IS, scale, ROWS, scale.stride(0))
+
+
+def _dependent_launch(tokens: Tensor) -> dict[str, bool]:
+    """Let a kernel start while the one before it ends (Hopper and later): what it does first overlaps with that."""
+    if tokens.is_cuda and torch.cuda.get_device_capability(tokens.device) >= (9, 0):
+        return {"DEPENDENT_LAUNCH": True, "launch_pdl": True}
+    return {"DEPENDENT_LAUNCH": False}
 
 
 def _rows_adjacent(x: Tensor) -> Tensor:
