@@ -37,7 +37,7 @@ def bench_moe(
     """The experts of MoE layers: with tuned configs, with the built-in heuristic, by torch's grouped products, by
     FlashInfer where its kernels are compiled, and the floor that memory and arithmetic set."""
     with plain_errors():
-        workloads = _workloads(shape or [], model, tp)
+        workloads = workloads_of(shape or [], model, tp)
         counts = sizes("--tokens", tokens)
         if plot is not None:
             from graphfuse.tuning.plotting import check_plot
@@ -52,7 +52,8 @@ def bench_moe(
             moe_plot.plot(result, plot)
 
 
-def _workloads(names: list[str], model: str | None, tp: int) -> dict[str, Workload]:
+def workloads_of(names: list[str], model: str | None, tp: int) -> dict[str, Workload]:
+    """What to measure, by name. Raises `ConfigError`."""
     from graphfuse.tuning.moe_bench import benched_shapes
     from graphfuse.tuning.moe_shapes import workloads_of_model
 
@@ -60,7 +61,7 @@ def _workloads(names: list[str], model: str | None, tp: int) -> dict[str, Worklo
         if names:
             raise ConfigError("--shape and --model both say what to measure. Give one of them.")
         found = workloads_of_model(model, tp)
-        return {f"{Path(model).name}-tp{tp}-{workload.form}": workload for workload in found}
+        return {f"{Path(model).resolve().name}-tp{tp}-{workload.form}": workload for workload in found}
     if tp != 1:
         raise ConfigError("--tp says how a --model is spread, and none is given. Give --model too, or leave --tp out.")
     known = benched_shapes()

@@ -1,8 +1,11 @@
 """`graphfuse bench moe` and the plot of its result as a user runs them."""
 
+import json
+
 import pytest
 import torch
 
+from graphfuse.cli.bench_moe import workloads_of
 from graphfuse.cli.main import app
 from tests.tuning.moe_results import QWEN, result, row
 
@@ -34,6 +37,21 @@ def test_what_is_wrong_is_said_before_anything_is_measured(capfd, arguments, mes
     assert ended.value.code == 1
     assert message in err and err.count("\n") == 1
     assert out == ""
+
+
+def test_shapes_are_the_usual_ones_those_named_or_those_of_a_model(monkeypatch, tmp_path):
+    assert len(workloads_of([], None, 1)) == 8
+    assert list(workloads_of(["glm-4.5-air-tp2-bf16"], None, 1)) == ["glm-4.5-air-tp2-bf16"]
+    forms = {name: workload.form for name, workload in workloads_of([], "mistral-small-4-119b", 4).items()}
+    assert forms == {"mistral-small-4-119b-tp4-bf16": "bf16", "mistral-small-4-119b-tp4-fp8_tensor": "fp8_tensor"}
+    config = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+              "hidden_size": 64, "num_hidden_layers": 1}  # fmt: skip
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(folder)
+    (name,) = workloads_of([], ".", 2)
+    assert name == "tiny-tp2-bf16"
 
 
 def test_a_shape_that_is_not_known_is_one_line_and_no_traceback(graphfuse):
