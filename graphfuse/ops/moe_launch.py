@@ -101,7 +101,7 @@ def run(
         OUT=STATIC if intermediate_scale is not None else GROUPS if groups_whole else AS_IS,
         BIAS=weights.gate_up_bias is not None, ACTIVATION=activation, LIMITED=activation_limit is not None,
         INTERLEAVED=weights.interleaved, ONE_SCALE=not weights.interleaved and _in_one_block(half, inner, block_n),
-        **sizes, **launch, EVEN_N=inner % half == 0, **_tile(tile, hidden, block_k),
+        **sizes, **launch, EVEN_N=inner % half == 0, **_tile(tile, hidden, block_k, weights.transposed),
     )  # fmt: skip
 
     if intermediate_scale is not None:
@@ -120,7 +120,7 @@ def run(
         *counts, hidden, inner, *_strides(weights.down, weights), x.stride_scale, _stride(weights.down_scale), block_n,
         X=x.how, X_SCALE=x.scale_kind, W_SCALE=_w_scale(weights, weights.down_scale),
         BIAS=weights.down_bias is not None, ONE_SCALE=_in_one_block(tile.block_size_n, 0, block_n),
-        **sizes, **launch, EVEN_N=hidden % tile.block_size_n == 0, **_tile(tile, inner, block_k),
+        **sizes, **launch, EVEN_N=hidden % tile.block_size_n == 0, **_tile(tile, inner, block_k, weights.transposed),
     )  # fmt: skip
     combine(by_choice, topk_ids, topk_weights, first_expert, experts, out, launch)
     return out
@@ -192,12 +192,13 @@ def _in_one_block(columns: int, second_half: int, block_n: int) -> bool:
     return block_n % columns == 0 and second_half % columns == 0
 
 
-def _tile(tile: Tile, num_inputs: int, block_k: int) -> dict[str, int | bool]:
-    """A tile as the kernels' keyword arguments. Scales of blocks fix BLOCK_K."""
+def _tile(tile: Tile, num_inputs: int, block_k: int, transposed: bool) -> dict[str, int | bool]:
+    """A tile as the kernels' keyword arguments. Scales of blocks fix BLOCK_K. Small blocks have transposed weights as
+    rows whatever a file says: as columns they cannot be copied ahead of their use, and take 10 to 60 times as long."""
     size = block_k or tile.block_size_k
     return {
         "EVEN_K": num_inputs % size == 0,
-        "SWAP": tile.swap_ab,
+        "SWAP": tile.swap_ab or (transposed and tile.block_size_m < 64),
         "BLOCK_M": tile.block_size_m,
         "BLOCK_N": tile.block_size_n,
         "BLOCK_K": size,
