@@ -97,6 +97,57 @@ def test_the_clamp_of_gpt_oss_is_read_from_the_module():
     assert integration._formula(experts) is None
 
 
+def fp8_experts(block_size, scheme: str) -> torch.nn.Module:
+    """transformers' FP8 experts of random numbers, and scales of the form that a checkpoint has."""
+    from transformers import AutoConfig
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+    from transformers.integrations.moe import use_experts_implementation
+
+    wrapped = use_experts_implementation(
+        type("Experts", (FP8Experts,), {}), experts_interface=ALL_FP8_EXPERTS_FUNCTIONS
+    )
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "num_experts": 4}
+    config = AutoConfig.for_model("qwen3_moe", **sizes, experts_implementation="graphfuse")
+    experts = wrapped(config, block_size=block_size, activation_scheme=scheme).requires_grad_(False)
+    torch.manual_seed(0)
+    for name, parameter in experts.named_parameters():
+        values = torch.rand(parameter.shape) + 0.5 if "scale" in name else torch.randn(parameter.shape)
+        largest = {"gate_up_proj_activation_scale": 0.02, "down_proj_activation_scale": 2.0}.get(name, 1.0)
+        parameter.data = (values * largest).to(parameter.dtype)
+    return experts
+
+
+def dequantised(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """[E, N, K] in float64; scales of [E, blocks of N, blocks of K]."""
+    n, k = weight.shape[1] // scale.shape[1], weight.shape[2] // scale.shape[2]
+    return weight.double() * scale.double().repeat_interleave(n, 1).repeat_interleave(k, 2)
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "static"])
+@pytest.mark.parametrize("block_size", [(16, 16), None], ids=["blocks", "tensors"])
+def test_fp8_experts_run_on_the_op_with_their_scales(block_size, scheme):
+    """Their own kernels need a GPU, so the yardstick is float64 with the same weights; activations round to FP8."""
+    experts = fp8_experts(block_size, scheme)
+    x, ids, weights = torch.randn(6, 32), torch.tensor([[0, 1], [1, 2], [2, 3]] * 2), torch.rand(6, 2)
+    gate_up = dequantised(experts.gate_up_proj, experts.gate_up_proj_scale_inv)
+    down = dequantised(experts.down_proj, experts.down_proj_scale_inv)
+    want = torch.zeros(6, 32, dtype=torch.float64)
+    for token in range(6):
+        for choice in range(2):
+            gate, up = (gate_up[ids[token, choice]] @ x[token].double()).chunk(2)
+            middle = torch.nn.functional.silu(gate) * up
+            want[token] += weights[token, choice].double() * (down[ids[token, choice]] @ middle)
+    with torch.no_grad():
+        got = experts(x, ids, weights)
+    assert (got - want).norm() < 0.1 * want.norm()
+
+
+def test_fp4_experts_are_left_to_transformers():
+    experts = fp8_experts((16, 16), "dynamic")
+    experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj.to(torch.int8), requires_grad=False)
+    assert integration._fp8_arguments(experts) is None
+
+
 def test_eager_experts_on_a_gpu_take_the_table_of_their_shape_once(monkeypatch, tmp_path):
     from graphfuse.tuning import moe_files
 
@@ -107,7 +158,15 @@ def test_eager_experts_on_a_gpu_take_the_table_of_their_shape_once(monkeypatch, 
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
     integration._kernel.cache_clear()
-    for transposed, down in ((False, (4, 32, 24)), (True, (4, 24, 32)), (False, (4, 32, 24))):
-        kernel = integration._kernel(down, transposed, 2, torch.bfloat16, torch.device("cuda", 0), str(tmp_path))
-        assert MoeTable.from_text(kernel).shape == MoeShape(4, 24, 32, 2)
-    assert looked == [(MoeShape(4, 24, 32, 2), "NVIDIA H200", str(tmp_path))] * 2
+    place = torch.device("cuda", 0), str(tmp_path)
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    plain, blocks = MoeShape(4, 24, 32, 2), MoeShape(4, 24, 32, 2, "fp8_w8a8", (128, 128))
+    for transposed, down, dtype, shape in (
+        (False, (4, 32, 24), bf16, plain),
+        (True, (4, 24, 32), bf16, plain),
+        (False, (4, 32, 24), bf16, plain),
+        (False, (4, 32, 24), fp8, blocks),
+    ):
+        table = MoeTable.from_text(integration._kernel(down, transposed, 2, bf16, dtype, shape.block_shape, *place))
+        assert table.shape == shape
+    assert looked == [(shape, "NVIDIA H200", str(tmp_path)) for shape in (plain, plain, blocks)]
