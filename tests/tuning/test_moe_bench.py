@@ -26,6 +26,7 @@ def cpu(monkeypatch):
 
     monkeypatch.setattr(moe_bench, "check_gpu", lambda: None)
     monkeypatch.setattr(moe_bench, "current_gpu", lambda: (torch.device("cpu"), "GPU"))
+    monkeypatch.setattr(moe_bench, "num_sets", lambda num_tokens: 2)
     monkeypatch.setattr(moe_bench, "new_pool", lambda: None)
     monkeypatch.setattr(moe_bench, "kernels_of", lambda calls: [call() for call in calls] and [])
     monkeypatch.setattr(moe_bench, "record", lambda calls, pool: [call() for call in calls])
