@@ -298,3 +298,13 @@ def test_a_missing_key_of_a_facts_file_names_the_file(tmp_path):
         Facts.from_json(file)
     with pytest.raises(SchemaError, match="cannot be read as JSON"):
         Facts.from_json(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(("capability", "kib"), [((9, 0), 227), ((8, 0), 163), ((8, 9), 99), ((12, 0), 99)])
+def test_shared_memory_goes_by_the_compute_capability(capability, kib):
+    assert Facts("cuda", 2, compute_capability=capability).shared_memory == kib * 1024
+
+
+@pytest.mark.parametrize("capability", [None, (3, 7)])
+def test_shared_memory_of_an_unknown_gpu_is_not_guessed(capability):
+    assert Facts("cuda", 2, compute_capability=capability).shared_memory is None
