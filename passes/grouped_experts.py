@@ -102,7 +102,8 @@ def _operands(product: Node, chain: _Chain) -> tuple[Node, Node]:
     """The rows and the matrices `[E, input, output]` of a product over the chain's offsets."""
     if _offsets(product) is not chain.choices.offsets:
         raise NotThisChain("its two products count their rows differently")
-    if len(product.args) > 3 or any(v is not None for k, v in product.kwargs.items() if k != "offs"):
+    more = [*product.args[3:], *(v for k, v in product.kwargs.items() if k != "offs")]
+    if any(setting is not None for setting in more):
         raise NotThisChain("its product has a bias or a dtype of its own")
     rows, matrix = product.args[:2]
     if not isinstance(rows, Node) or not isinstance(matrix, Node) or must_be_tensor(matrix).dim() != 3:
