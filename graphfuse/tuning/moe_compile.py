@@ -177,7 +177,8 @@ def _set_target(target: tuple[str, Any, int]) -> None:
 def _new_pool(num_processes: int) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("forkserver")  # imports torch once, and has no GPU to lose in a fork
     context.set_forkserver_preload(["torch", "triton", __name__])
-    return ProcessPoolExecutor(num_processes, context, initializer=_begin)
+    ours = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+    return ProcessPoolExecutor(num_processes, context, initializer=_begin, initargs=(ours,))
 
 
 def _compile_apart(kernel: Kernel) -> str:
@@ -198,8 +199,10 @@ def _result(future: Future[str]) -> str:
         return f"it compiles for more than {PATIENCE:.0f} s"
 
 
-def _begin() -> None:
-    """Leave Ctrl-C to the tuner, and end with it."""
+def _begin(environment: dict[str, str]) -> None:
+    """Compile as this process would (the server's environment is that of its start). Leave Ctrl-C to the tuner, and end
+    with it."""
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from graphfuse.tuning.moe_compile import Compilers, Kernel, _Target, collect, settle_key
+from graphfuse.tuning.moe_cost import Device
+from graphfuse.tuning.moe_inputs import FORMS, make_routing, make_tokens, make_weights
+from graphfuse.tuning.moe_search import EFFORTS, openings
+from graphfuse.tuning.moe_tiles import MoeShape, Tiles
 from tests.tuning import compiled_kernels
 
 triton = pytest.importorskip("triton")
+from graphfuse.ops import moe_launch  # noqa: E402  (needs Triton)
 
 HOPPER = ("cuda", 90, 32)
 
@@ -94,3 +99,40 @@ def test_closing_ends_the_processes(hopper, compilers):
     process.join(10)
     assert not process.is_alive()
     assert os.getpid() != process.pid
+
+
+def test_settings_of_triton_are_those_of_now(hopper, compilers, monkeypatch, tmp_path):
+    x = torch.zeros(64)
+    compilers.wait(collected(compiled_kernels.double, x, x, 64, BLOCK=64))
+    compilers.close()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "another"))
+    assert set(compilers.wait(collected(compiled_kernels.double, x, x, 64, BLOCK=64)).values()) == {""}
+    assert not list((tmp_path / "another").rglob("double.cubin")), "what is known is not done again"
+    compilers.wait(collected(compiled_kernels.double, x, x, 64, BLOCK=32))
+    assert len(list((tmp_path / "another").rglob("double.cubin"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_the_tuners_likeliest_candidates_compile_for_hopper(hopper, compilers, form):
+    dtype = "fp8_w8a8" if form.startswith("fp8") else None
+    shape = MoeShape(8, 256, 512, 2, dtype, (128, 128) if form == "fp8_block" else None)
+    layer = make_weights(shape, device="cpu", form=form)
+    kernels: dict[Kernel, Tiles] = {}
+    for num_tokens in (4, 2048):
+        (tokens,) = make_tokens(num_tokens, shape, sets=1, device="cpu")
+        ((ids, shares),) = make_routing(num_tokens, shape, sets=1, device="cpu")
+
+        def call(tiles, tokens=tokens, ids=ids, shares=shares):
+            moe_launch.run(
+                tokens, layer.weights, ids, shares, layer.activation, layer.activation_limit, layer.tokens_scale,
+                layer.intermediate_scale, layer.dynamic, layer.dtype, tiles,
+            )  # fmt: skip
+
+        for opening in openings(shape, num_tokens, Device(), EFFORTS["quick"]).values():
+            for tiles in opening.candidates():
+                found = collect(lambda tiles=tiles, call=call: call(tiles))
+                assert {"gate_up", "down"} <= {kernel.function for kernel in found}
+                kernels |= dict.fromkeys(found, tiles)
+    outcomes = compilers.wait(kernels)
+    assert not {(kernels[kernel], outcome) for kernel, outcome in outcomes.items() if outcome}
