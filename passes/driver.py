@@ -85,7 +85,7 @@ def run_passes(
     else:
         disabled = sorted(config.disabled_rules)
         switches = [DeclineReport(name, f"the rule {name} is switched off (disabled_rules)") for name in disabled]
-    if rules and (not context.groups.ranks or context.groups.size == 1):
+    if config.fusion != "off" and (not context.groups.ranks or context.groups.size == 1):
         why = "the group has one rank: there is nothing to reduce" if context.groups.ranks else "no group was given"
         for fate in fates:
             fate.declines.append(DeclineReport("group", why))
