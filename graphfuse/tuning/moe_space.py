@@ -1,6 +1,6 @@
 """The tiles that a search may try: those of the peers' tuners and swapped operands, pruned by what cannot be good.
 
-A `Core` is what decides most: the block, and which operand is which. Its warps, stages and grouping come from the cost
+A core is what decides most: the block, and which operand is which. Its warps, stages and grouping come from the cost
 model at first, and are varied where a core turns out to be fast.
 """
 
@@ -18,7 +18,7 @@ from graphfuse.tuning.moe_tiles import MoeShape, Tile
 BLOCKS_M = (16, 32, 64, 128, 256)
 BLOCKS_N = (32, 64, 128, 256)
 BLOCKS_K = (64, 128, 256)
-GROUPS = (1, 16, 32, 64)
+GROUPS = (1, 8, 16, 32, 64)
 WARPS = (4, 8)
 STAGES = (2, 3, 4, 5)
 USUAL_STAGES = 4
