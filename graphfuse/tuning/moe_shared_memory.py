@@ -53,11 +53,13 @@ def shared_memory_bytes(tile: Tile, limits: Limits) -> int:
     """Shared memory that a product asks for, at most: each stage holds a block of either operand.
 
     That is what Triton 3.6 takes on Hopper, where the asynchronous tensor cores read from memory; elsewhere it gets
-    along with one stage less. Rounding a block of tokens in the product takes less than that stage of it.
+    along with one stage less. Rounding a block of tokens in the product takes less than that stage of it. Scales that
+    are applied in the loop pass through memory, too.
     """
     tokens = tile.block_size_m * tile.block_size_k * limits.token_bytes
     weights = tile.block_size_n * tile.block_size_k * limits.weight_bytes
-    return tile.num_stages * (tokens + weights)
+    scales = 4 * (tile.block_size_m + tile.block_size_n) if limits.block_shape else 0
+    return tile.num_stages * (tokens + weights) + scales
 
 
 @lru_cache(maxsize=4096)
