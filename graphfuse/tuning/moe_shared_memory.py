@@ -16,7 +16,7 @@ MIN_BLOCK = 16
 
 
 UNSORTED_CHOICES = 256
-"""As in ops/moe_launch.py: up to so many choices, tokens with scales for groups are rounded in the product itself."""
+"""No fewer than in ops/moe_launch.py: up to so many choices, tokens in groups may be rounded in the product itself."""
 
 
 @dataclasses.dataclass(frozen=True)

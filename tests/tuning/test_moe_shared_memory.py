@@ -62,7 +62,7 @@ def test_few_choices_come_as_floats_where_groups_have_scales():
     assert (blocks.at(256).token_bytes, blocks.at(257).token_bytes) == (2, 1)
     assert FP8.at(1) == FP8 and FLOATS.at(1) == FLOATS
     moe_launch = pytest.importorskip("graphfuse.ops.moe_launch")
-    assert moe_launch.UNSORTED_CHOICES == UNSORTED_CHOICES
+    assert moe_launch.UNSORTED_CHOICES <= UNSORTED_CHOICES
 
 
 def test_tensor_cores_keep_the_least_they_need():
