@@ -78,18 +78,17 @@ def run_passes(
     result = PassResult()
     dump.write("before", module)
     elsewhere: defaultdict[Node, list[DeclineReport]] = defaultdict(list)  # declines of what is no reduction
-    switches: list[DeclineReport] = []
     if config.fusion == "off":
         switches = [DeclineReport("fusion", "fusion is switched off (fusion='off')")]
         rules = []
     else:
         disabled = sorted(config.disabled_rules)
         switches = [DeclineReport(name, f"the rule {name} is switched off (disabled_rules)") for name in disabled]
-    if config.fusion != "off" and (not context.groups.ranks or context.groups.size == 1):
-        why = "the group has one rank: there is nothing to reduce" if context.groups.ranks else "no group was given"
-        for fate in fates:
-            fate.declines.append(DeclineReport("group", why))
-        rules = [rule for rule in rules if not rule.needs_group]
+        if not context.groups.ranks or context.groups.size == 1:
+            why = "the group has one rank: there is nothing to reduce" if context.groups.ranks else "no group was given"
+            for fate in fates:
+                fate.declines.append(DeclineReport("group", why))
+            rules = [rule for rule in rules if not rule.needs_group]
     for fate in fates:
         fate.declines += [switch for switch in switches if switch.rule not in EXPERT_RULES]
 
