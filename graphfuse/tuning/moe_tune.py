@@ -135,8 +135,8 @@ def tune(
             else:
                 done[event.num_tokens] = event.best
                 found.add(event.num_tokens)
-                mixed = bool(kept.keys() - found) and their_effort != plan.effort.name
-                effort = f"{their_effort} and {plan.effort.name}" if mixed else plan.effort.name
+                theirs = their_effort.split(" and ") if kept.keys() - found else []
+                effort = " and ".join(dict.fromkeys([*theirs, plan.effort.name]))
                 write_table(plan.folder, _table(plan, done), replace(provenance, effort=effort))
             each(event)
 

@@ -148,7 +148,8 @@ def test_a_config_of_unknown_origin_is_not_overwritten(plan, meter):
 
 def test_further_token_counts_join_the_config(plan, meter):
     tune(plan, host(meter))
-    outcome = tune(replace(plan, token_counts=(2, 64), effort=EFFORTS["full"]), host(FakeMeter()))
+    for _ in range(2):
+        outcome = tune(replace(plan, token_counts=(2, 64), effort=EFFORTS["full"]), host(FakeMeter()))
     assert list(outcome.done) == [1, 2, 64, 4096]
     assert [n for n, _ in read_table(outcome.file, 2048, 8).entries] == [1, 2, 64, 4096]
     assert json.loads(outcome.file.read_text())["provenance"]["effort"] == "quick and full"
@@ -269,6 +270,18 @@ def test_a_process_that_fails_ends_the_others(plan, two_gpus, tmp_path, told, me
         tune(plan, two_gpus)
     first = tmp_path / "gpu0"
     assert not first.exists() or not Path(f"/proc/{first.read_text()}").exists()
+
+
+def test_ctrl_c_ends_the_processes_of_all_gpus(plan, two_gpus, tmp_path):
+    def interrupt(event):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(plan, two_gpus, each=interrupt)
+    pids = [(tmp_path / f"gpu{gpu}").read_text() for gpu in (0, 1) if (tmp_path / f"gpu{gpu}").exists()]
+    assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    again = tune(plan, two_gpus)
+    assert list(again.done) == [1, 64, 4096]
 
 
 def test_the_kernels_version_follows_their_source(monkeypatch, tmp_path):
