@@ -19,12 +19,12 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_of(program, num_row_blocks, num_column_blocks, GROUP_M: tl.constexpr):
-    """(row block, column block) of a program: GROUP_M row blocks are worked on side by side, so that what they share of
+def tile_of(program, num_row_blocks, num_column_blocks, group_m):
+    """(row block, column block) of a program: group_m row blocks are worked on side by side, so that what they share of
     the weights is read from the L2 cache."""
-    in_group = GROUP_M * num_column_blocks
-    first = program // in_group * GROUP_M
-    rows = min(num_row_blocks - first, GROUP_M)
+    in_group = group_m * num_column_blocks
+    first = program // in_group * group_m
+    rows = min(num_row_blocks - first, group_m)
     return first + program % in_group % rows, program % in_group // rows
 
 

@@ -21,8 +21,10 @@ import triton
 import triton.language as tl
 
 from graphfuse.kernels.moe_blocks import choices_of, tile_of
-from graphfuse.kernels.moe_product import GROUPS, STATIC, group_scale, multiply, round_to
+from graphfuse.kernels.moe_product import STATIC, group_scale, multiply, round_to
 from graphfuse.kernels.moe_scales import BLOCKS, block_scale_ptr, scale_product, x_scale_of
+
+GROUPS = tl.constexpr(2)  # besides AS_IS and STATIC, what is done with results
 
 
 @triton.jit
@@ -41,7 +43,7 @@ def _activated(gate, up, ACTIVATION: tl.constexpr, limit, LIMITED: tl.constexpr)
         return gate * tl.sigmoid(1.702 * gate) * (up + 1)
 
 
-@triton.jit(do_not_specialize=["first_expert", "num_experts", "num_choices", "num_row_blocks"])
+@triton.jit(do_not_specialize=["first_expert", "num_experts", "num_choices", "num_row_blocks", "group_m"])
 def gate_up(
     x_ptr,  # [T, K]
     w_ptr,  # [E, 2I, K] in any strides
@@ -69,6 +71,7 @@ def gate_up(
     stride_x_scale,  # per row, or per expert
     stride_mid_scale,
     stride_w_scale,  # per expert
+    group_m,
     block_n,  # BLOCKS: outputs that share a scale
     X: tl.constexpr,
     X_SCALE: tl.constexpr,
@@ -88,7 +91,6 @@ def gate_up(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
 ):
     HALF: tl.constexpr = BLOCK_N // 2
     TWO: tl.constexpr = W_SCALE == BLOCKS and not INTERLEAVED
@@ -96,7 +98,7 @@ def gate_up(
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    block, column_block = tile_of(tl.program_id(0), num_row_blocks, tl.cdiv(I, HALF), GROUP_M)
+    block, column_block = tile_of(tl.program_id(0), num_row_blocks, tl.cdiv(I, HALF), group_m)
     expert, choices, rows, valid = choices_of(
         block, ids_ptr, order_ptr, blocks_ptr, first_expert, num_experts, num_choices, SORTED, BLOCK_M, CHOICES
     )

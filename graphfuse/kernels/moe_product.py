@@ -6,8 +6,7 @@ in float32, with the scales of FP8 operands where they must stand inside the loo
 
     AS_IS     as stored; if that is 16 or 32 bits, FP8 weights are turned into it
     SCALED    as stored, FP8 with a scale for each row and group of BLOCK_K inputs
-    STATIC    divided by x_scale and rounded to the weights' FP8 on the way
-    GROUPS    each row's groups of BLOCK_K inputs are divided by a scale of their own and rounded to FP8 on the way
+    STATIC    divided by x_scale and rounded to the weights' FP8 on the way: where each expert has a scale of its own
 
 With w_scale one to a block of weights (BLOCKS), BLOCK_K is the block's, and each block's product is multiplied by the
 scales of its operands before it is added.
@@ -23,8 +22,9 @@ import triton.language as tl
 
 AS_IS = tl.constexpr(0)
 STATIC = tl.constexpr(1)
-GROUPS = tl.constexpr(2)
-SCALED = tl.constexpr(3)
+SCALED = tl.constexpr(2)
+
+SMALLEST = tl.constexpr(1.1754943508222875e-38)  # float32's smallest normal number, so that rows of zeros stay zeros
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def group_scale(x, dtype: tl.constexpr):
     """`[M]` float32: what rows of x `[M, N]` are divided by, so that their largest number is the dtype's largest."""
     limit: tl.constexpr = 57344.0 if dtype == tl.float8e5 else 448.0
     largest = tl.max(tl.abs(x.to(tl.float32)), 1)
-    return tl.where(largest == 0, 1.0, largest / limit)
+    return tl.maximum(largest / limit, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -134,11 +134,10 @@ def multiply(
         w_0 = _load_weights(w_ptrs_0, w_valid[:, None], inside, EVEN_N, EVEN_K)
         if TWO:
             w_1 = _load_weights(w_ptrs_1, w_valid[:, None], inside, EVEN_N, EVEN_K)
+        if X == STATIC:
+            x = round_to(x, x_scale, w_dtype)
         if BLOCKS:
-            if X == GROUPS:
-                scale = group_scale(x, w_dtype)
-                x = round_to(x, scale[:, None], w_dtype)
-            elif X == SCALED:
+            if X == SCALED:
                 scale = tl.load(x_scale_ptrs + start // BLOCK_K, mask=x_valid, other=0.0)
             else:
                 scale = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -146,8 +145,6 @@ def multiply(
             if TWO:
                 out_1 += _scaled(_dot(x, w_1, SWAP), scale, tl.load(w_scale_ptr_1 + start // BLOCK_K), SWAP)
         else:
-            if X == STATIC:
-                x = round_to(x, x_scale, w_dtype)
             out_0 = _dot_add(x, w_0, out_0, SWAP)
             if TWO:
                 out_1 = _dot_add(x, w_1, out_1, SWAP)

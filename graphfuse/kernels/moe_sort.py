@@ -7,7 +7,7 @@
                      (expert, s + i * BLOCK_M, s + n) for i < ceil(n / BLOCK_M)
 
 Rows of a product do not depend on where in a block they stand, so the order among the choices of one expert is left to
-chance and results are the same bit by bit. Up to 8,192 choices one program does it all; more are counted and placed by
+chance and results are the same bit by bit. Up to 2,048 choices one program does it all; more are counted and placed by
 many, with one program between them that adds up the counts.
 
 Legend: P choices (tokens times K), E experts held here.
@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ONE_PROGRAM = 8192
+ONE_PROGRAM = 2048
 CHUNK = 1024
+PLACED = 256  # at once: each thread waits for the counters it raises
 
 
 @triton.jit
@@ -61,10 +62,14 @@ def sort_in_one_program(
     num_experts,
     num_choices,
     max_blocks,
+    DEPENDENT_LAUNCH: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     counts = tl.zeros([BINS], tl.int32)
     for chunk in range(0, num_choices, CHUNK):
         at = chunk + tl.arange(0, CHUNK)
@@ -110,12 +115,12 @@ def max_blocks(num_choices: int, num_experts: int, block_size_m: int) -> int:
 
 
 def sort_choices(
-    topk_ids: Tensor, first_expert: int, num_experts: int, block_size_m: int
+    topk_ids: Tensor, first_expert: int, num_experts: int, block_size_m: int, launch: dict[str, bool]
 ) -> tuple[Tensor, Tensor, int]:
     """Returns (order, of P choices; blocks, of 3 * max_blocks numbers; max_blocks): int32 on the device of the ids.
 
     topk_ids: contiguous, P of them, int32 or int64. A block is (expert, its first position in order, where its expert's
-    positions end); blocks behind the last have expert -1.
+    positions end); blocks behind the last have expert -1. launch: keyword arguments of a dependent launch.
     """
     choices = topk_ids.numel()
     bins = triton.next_power_of_2(num_experts + 1)
@@ -123,15 +128,16 @@ def sort_choices(
     sizes = [-(-size // 4) * 4 for size in (choices, 3 * num_blocks, bins)]  # whole 16 bytes: one kernel for all sizes
     order, blocks, cursor = torch.empty(sum(sizes), dtype=torch.int32, device=topk_ids.device).split(sizes)
     if choices <= ONE_PROGRAM:
-        chunk = min(triton.next_power_of_2(max(choices, 128)), 4 * CHUNK)
+        chunk = triton.next_power_of_2(max(choices, 128))
         sort_in_one_program[(1,)](
             topk_ids, order, cursor, blocks, first_expert, num_experts, choices, num_blocks,
-            BINS=bins, BLOCK_M=block_size_m, CHUNK=chunk, num_warps=max(4, min(32, chunk // 128)),
+            BINS=bins, BLOCK_M=block_size_m, CHUNK=chunk, num_warps=max(4, min(32, chunk // 128)), **launch,
         )  # fmt: skip
         return order, blocks, num_blocks
     counts = torch.zeros(bins, dtype=torch.int32, device=topk_ids.device)
     grid = (triton.cdiv(choices, CHUNK),)
     count[grid](topk_ids, counts, first_expert, num_experts, choices, BINS=bins, CHUNK=CHUNK)
     plan[(1,)](counts, cursor, blocks, num_blocks, BINS=bins, BLOCK_M=block_size_m, num_warps=8)
-    place[grid](topk_ids, order, cursor, first_expert, num_experts, choices, BINS=bins, CHUNK=CHUNK)
+    grid = (triton.cdiv(choices, PLACED),)
+    place[grid](topk_ids, order, cursor, first_expert, num_experts, choices, BINS=bins, CHUNK=PLACED)
     return order, blocks, num_blocks

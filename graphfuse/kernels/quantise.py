@@ -24,10 +24,14 @@ def _quantise(
     N,
     stride_x,
     STATIC: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     lane = tl.arange(0, COLUMNS)
@@ -44,18 +48,21 @@ def _quantise(
     tl.store(out_ptr + row * N + column, out, mask=inside)
 
 
-def quantise(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x `[R, N]` with rows of adjacent numbers; group at most 65,536. Returns out `[R, N]`, scales `[R, G]` float32."""
+def quantise(x: Tensor, group: int, dtype: torch.dtype, launch: dict[str, bool]) -> tuple[Tensor, Tensor]:
+    """x `[R, N]` with rows of adjacent numbers; group at most 65,536. Returns out `[R, N]`, scales `[R, G]` float32.
+    launch: keyword arguments of a dependent launch."""
     scales = torch.empty(x.shape[0], triton.cdiv(x.shape[1], group), dtype=torch.float32, device=x.device)
-    return _launch(x, scales, group, dtype, static=False), scales
+    return _launch(x, scales, group, dtype, launch, static=False), scales
 
 
-def quantise_static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def quantise_static(x: Tensor, scale: Tensor, dtype: torch.dtype, launch: dict[str, bool]) -> Tensor:
     """x `[R, N]` with rows of adjacent numbers, divided by scale `[1]`. Returns `[R, N]`."""
-    return _launch(x, scale, 1024, dtype, static=True)
+    return _launch(x, scale, 1024, dtype, launch, static=True)
 
 
-def _launch(x: Tensor, scales: Tensor, group: int, dtype: torch.dtype, *, static: bool) -> Tensor:
+def _launch(
+    x: Tensor, scales: Tensor, group: int, dtype: torch.dtype, launch: dict[str, bool], *, static: bool
+) -> Tensor:
     rows, size = x.shape
     group = min(group, size)
     num_groups, columns = triton.cdiv(size, group), triton.next_power_of_2(group)
@@ -63,6 +70,6 @@ def _launch(x: Tensor, scales: Tensor, group: int, dtype: torch.dtype, *, static
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
     _quantise[(rows, triton.cdiv(num_groups, groups))](
         x, out, scales, size, x.stride(0), STATIC=static, GROUP=group, GROUPS=groups, COLUMNS=columns,
-        num_warps=max(1, min(16, groups * columns // 512)),
+        num_warps=max(1, min(16, groups * columns // 512)), **launch,
     )  # fmt: skip
     return out

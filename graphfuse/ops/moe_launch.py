@@ -2,10 +2,9 @@
 
     few choices      gate_up ─► down ─► combine                               each program finds its choices itself
     otherwise        sort ─► gate_up ─► down ─► combine
-    FP8 activations  tokens and intermediate are rounded by kernels of their own, but for what can be done on the way:
-                     in gate_up for the intermediate, with a static scale, or where a program makes whole groups; and in
-                     the loops of the products, where there are too few choices to be worth a launch. A scale for a row
-                     needs the whole row, and always a kernel of its own
+    FP8 activations  are rounded by kernels of their own, but for what can be done on the way: the intermediate in
+                     gate_up, with a static scale, or where a program makes whole groups; tokens in its loop, where each
+                     expert has a scale of its own
 
 Nothing waits for the device or depends on values on the host, so all of it can be captured in a CUDA graph.
 
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from graphfuse.kernels.moe_combine import combine
 from graphfuse.kernels.moe_down import down
-from graphfuse.kernels.moe_gate_up import gate_up
-from graphfuse.kernels.moe_product import AS_IS, GROUPS, SCALED, STATIC
+from graphfuse.kernels.moe_gate_up import GROUPS, gate_up
+from graphfuse.kernels.moe_product import AS_IS, SCALED, STATIC
 from graphfuse.kernels.moe_scales import BLOCKS, CHANNELS, NONE, ROWS, TENSOR
 from graphfuse.kernels.moe_sort import sort_choices
 from graphfuse.kernels.quantise import quantise, quantise_static
@@ -34,8 +33,10 @@ from graphfuse.tuning.moe_tiles import Tile, Tiles
 UNSORTED_CHOICES = 128
 """Up to so many choices programs find theirs by themselves, which costs less than a sort before."""
 
-ROUNDED_IN_LOOP = 16
-"""Up to so many choices are rounded to FP8 by each program that reads them, which costs less than a kernel before."""
+SHORT_PRODUCT = 512
+"""Up to so many inputs, programs of the down product make several blocks of columns."""
+
+PROGRAMS_TO_SPARE = 4096
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,19 @@ def run(
     tokens, topk_ids, topk_weights = _rows_adjacent(tokens), topk_ids.contiguous(), topk_weights.contiguous()
     experts, two_i, _ = weights.gate_up_shape
     inner, choices, top_k = two_i // 2, topk_ids.numel(), topk_ids.shape[1]
-    tile = tiles.gate_up
+    tile, launch = tiles.gate_up, _dependent_launch(tokens)
     is_sorted = choices > UNSORTED_CHOICES
     if is_sorted:
-        order, blocks, num_blocks = sort_choices(topk_ids, first_expert, experts, tile.block_size_m)
+        order, blocks, num_blocks = sort_choices(topk_ids, first_expert, experts, tile.block_size_m, launch)
     else:
         order, blocks, num_blocks = topk_ids, topk_ids, choices
     routing = (topk_ids, order, blocks)
     counts = (first_expert, experts, choices, num_blocks)
-    sizes = {"SORTED": is_sorted, "CHOICES": max(16, triton.next_power_of_2(choices)) if not is_sorted else 1}
-    launch = _dependent_launch(tokens)
+    sizes = {"SORTED": is_sorted, "CHOICES": 1 if is_sorted else _few(choices)}
     quantised = weights.gate_up.dtype in FP8
     block_n, block_k = weights.block_shape if weights.block_shape and weights.gate_up_scale is not None else (1, 0)
 
-    x = _operand(tokens, tokens_scale, weights.gate_up.dtype, dynamic, block_k, choices)
+    x = _operand(tokens, tokens_scale, weights.gate_up.dtype, dynamic, block_k, launch)
     half = tile.block_size_n // 2
     groups_whole = dynamic and block_k == half
     stored = weights.gate_up.dtype if intermediate_scale is not None or groups_whole else dtype
@@ -96,7 +96,8 @@ def run(
         x.x, weights.gate_up, _or(weights.gate_up_bias, x.x), middle, middle_scales, _or(intermediate_scale, x.x),
         *routing, x.scale, _or(weights.gate_up_scale, x.x), *counts, top_k, inner, hidden,
         0.0 if activation_limit is None else activation_limit, x.x.stride(0), *_strides(weights.gate_up, weights),
-        x.stride_scale, _per_expert(intermediate_scale), _stride(weights.gate_up_scale), block_n,
+        x.stride_scale, _per_expert(intermediate_scale), _stride(weights.gate_up_scale), tile.group_size_m,
+        block_n,
         X=x.how, X_SCALE=x.scale_kind, W_SCALE=_w_scale(weights, weights.gate_up_scale),
         OUT=STATIC if intermediate_scale is not None else GROUPS if groups_whole else AS_IS,
         BIAS=weights.gate_up_bias is not None, ACTIVATION=activation, LIMITED=activation_limit is not None,
@@ -110,24 +111,30 @@ def run(
     elif groups_whole:
         x = _Operand(middle, SCALED, middle_scales, ROWS, middle_scales.stride(0))
     elif dynamic and quantised:
-        x = _operand(middle, None, weights.down.dtype, dynamic, block_k, choices)
+        x = _operand(middle, None, weights.down.dtype, dynamic, block_k, launch)
     else:
         x = _Operand(middle, AS_IS, middle, NONE, 0)
     tile = tiles.down
     by_choice = torch.empty(choices, hidden, dtype=dtype, device=tokens.device)
-    down[(num_blocks * triton.cdiv(hidden, tile.block_size_n),)](
+    column_blocks = triton.cdiv(hidden, tile.block_size_n)
+    run = 1
+    while inner <= SHORT_PRODUCT and run < 8 and num_blocks * column_blocks > 2 * run * PROGRAMS_TO_SPARE:
+        run *= 2
+    down[(num_blocks * triton.cdiv(column_blocks, run),)](
         x.x, weights.down, _or(weights.down_bias, x.x), by_choice, *routing, x.scale, _or(weights.down_scale, x.x),
-        *counts, hidden, inner, *_strides(weights.down, weights), x.stride_scale, _stride(weights.down_scale), block_n,
+        *counts, hidden, inner, *_strides(weights.down, weights), x.stride_scale, _stride(weights.down_scale),
+        tile.group_size_m, block_n,
         X=x.how, X_SCALE=x.scale_kind, W_SCALE=_w_scale(weights, weights.down_scale),
         BIAS=weights.down_bias is not None, ONE_SCALE=_in_one_block(tile.block_size_n, 0, block_n),
-        **sizes, **launch, EVEN_N=hidden % tile.block_size_n == 0, **_tile(tile, inner, block_k, weights.transposed),
+        **sizes, **launch, RUN=run, EVEN_N=hidden % tile.block_size_n == 0,
+        **_tile(tile, inner, block_k, weights.transposed),
     )  # fmt: skip
     combine(by_choice, topk_ids, topk_weights, first_expert, experts, out, launch)
     return out
 
 
 def _operand(
-    x: Tensor, scale: Tensor | None, stored: torch.dtype, dynamic: bool, block_k: int, choices: int
+    x: Tensor, scale: Tensor | None, stored: torch.dtype, dynamic: bool, block_k: int, launch: dict[str, bool]
 ) -> _Operand:
     """x as it is, or quantised before the product, or to be quantised in it."""
     if x.dtype in FP8:
@@ -139,15 +146,13 @@ def _operand(
             scale = scale.expand(x.shape[0], triton.cdiv(x.shape[1], block_k)).contiguous() if rows else scale
             grouped, stride = rows, scale.stride(0) if rows else stride
         return _Operand(x, SCALED if grouped else AS_IS, scale, kind, stride)
-    if scale is not None and (choices <= ROUNDED_IN_LOOP or scale.numel() > 1):
+    if scale is not None and scale.numel() > 1:
         return _Operand(x, STATIC, scale, TENSOR, _per_expert(scale))
     if scale is not None:
-        return _Operand(quantise_static(x, scale, stored), AS_IS, scale, TENSOR, 0)
+        return _Operand(quantise_static(x, scale, stored, launch), AS_IS, scale, TENSOR, 0)
     if not dynamic:
         return _Operand(x, AS_IS, x, NONE, 0)
-    if block_k and choices <= ROUNDED_IN_LOOP:
-        return _Operand(x, GROUPS, x, NONE, 0)
-    x, scale = quantise(x, block_k or x.shape[1], stored)
+    x, scale = quantise(x, block_k or x.shape[1], stored, launch)
     return _Operand(x, SCALED if block_k else AS_IS, scale, ROWS, scale.stride(0))
 
 
@@ -156,6 +161,11 @@ def _dependent_launch(tokens: Tensor) -> dict[str, bool]:
     if tokens.is_cuda and torch.cuda.get_device_capability(tokens.device) >= (9, 0):
         return {"DEPENDENT_LAUNCH": True, "launch_pdl": True}
     return {"DEPENDENT_LAUNCH": False}
+
+
+def _few(choices: int) -> int:
+    """A power of two that they fit in: one of few, so that few kernels are compiled."""
+    return 16 if choices <= 16 else max(128, triton.next_power_of_2(choices))
 
 
 def _rows_adjacent(x: Tensor) -> Tensor:
@@ -202,7 +212,6 @@ def _tile(tile: Tile, num_inputs: int, block_k: int, transposed: bool) -> dict[s
         "BLOCK_M": tile.block_size_m,
         "BLOCK_N": tile.block_size_n,
         "BLOCK_K": size,
-        "GROUP_M": tile.group_size_m,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }

@@ -60,10 +60,10 @@ class World:
             self.workspaces.append(workspace)
 
     def load_kernels(self, calls: list[FusedCall]) -> None:
-        """Run each rank by itself, before each launch on cells that look as if all rows had arrived. Loading a kernel or
-        allocating memory while another rank's kernel waits on a GPU of this process would wait for that kernel in turn:
-        a deadlock that ranks in processes of their own cannot have. Afterwards kernels are loaded, and the streams have
-        memory.
+        """Run each rank by itself, before each launch on cells that look as if all rows had arrived. To load a kernel
+        or to allocate memory while another rank's kernel waits on a GPU of this process would wait for that kernel in
+        turn: a deadlock that ranks in processes of their own cannot have. Afterwards kernels are loaded, and the
+        streams have memory for calls that are no larger.
         """
         for device, stream, workspace, call in zip(self.devices, self.streams, self.workspaces, calls, strict=True):
             launch = workspace._launch
@@ -136,7 +136,25 @@ class Kind:
         return cls(2 + index % 7, dtype, draw.choice(HIDDEN_SIZES), variant, with_residual, with_weight, cast)
 
 
-def check(kind: Kind, draw: random.Random) -> dict[str, float]:
+def make_world(kind: Kind) -> World:
+    """Ranks that are ready for all points of a kind."""
+    world = World(kind.size, kind.hidden_size, kind.variant, kind.dtype)
+
+    def ones(device: torch.device, *size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=kind.dtype, device=device)
+
+    calls = []
+    for device in world.devices:
+        x = ones(device, 3 * rows_in_flight(), kind.hidden_size)
+        residual = x if kind.with_residual else None
+        weight = ones(device, kind.hidden_size) if kind.with_weight else None
+        calls.append(FusedCall(x, residual, weight, 1e-6, 0.0, kind.cast))
+    synchronize()
+    world.load_kernels(calls)
+    return world
+
+
+def check(kind: Kind, world: World, draw: random.Random) -> dict[str, float]:
     """One random point; returns how far the results are from float64, as shares of what the eager formula is."""
     size, dtype, hidden_size, cast = kind.size, kind.dtype, kind.hidden_size, kind.cast
     rows = rows_in_flight()
@@ -147,8 +165,6 @@ def check(kind: Kind, draw: random.Random) -> dict[str, float]:
     residual = torch.randn(tokens, hidden_size, generator=generator).to(dtype) if kind.with_residual else None
     weight = (1 + 0.3 * torch.randn(hidden_size, generator=generator)).to(dtype) if kind.with_weight else None
 
-    world = World(size, hidden_size, kind.variant, dtype)
-
     def on(device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.to(device)
 
@@ -156,8 +172,7 @@ def check(kind: Kind, draw: random.Random) -> dict[str, float]:
         FusedCall(x.to(device), on(device, residual), on(device, weight), eps, weight_bias, cast)
         for x, device in zip(xs, world.devices, strict=True)
     ]
-    synchronize()
-    world.load_kernels(calls)
+    world.fill(-1)
     first: tuple[torch.Tensor, ...] | None = None
     for _ in range(REPEATS):
         results = [tuple(output.cpu() for output in outputs) for outputs in world.run(calls)]
@@ -197,9 +212,10 @@ def run_points(job: int, args: argparse.Namespace) -> tuple[Counter[int], dict[s
     worst = {"normed": 0.0, "residual": 0.0}
     for index in range(job, KINDS, args.jobs):
         kind = Kind.draw(args.seed, index)
+        world = make_world(kind)
         for point in range(index, args.points, KINDS):
             try:
-                errors = check(kind, random.Random(args.seed * 100_000 + point))
+                errors = check(kind, world, random.Random(args.seed * 100_000 + point))
             except AssertionError as error:
                 raise AssertionError(f"point {point}, {kind}: {error}") from error
             worlds[kind.size] += 1

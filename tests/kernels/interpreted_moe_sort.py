@@ -26,7 +26,7 @@ def expected(ids, first, num_experts, block_m):
 
 
 def check(ids, first, num_experts, block_m):
-    order, blocks, num_blocks = sort_choices(ids, first, num_experts, block_m)
+    order, blocks, num_blocks = sort_choices(ids, first, num_experts, block_m, {"DEPENDENT_LAUNCH": False})
     flat, listed, seen = ids.flatten().long(), [], []
     for expert, start, end in blocks[: 3 * num_blocks].view(-1, 3).tolist():
         if expert < 0:
