@@ -32,8 +32,9 @@ from graphfuse.kernels.self_marking import SLOTS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HIDDEN_SIZES = (1, 17, 64, 127, 576, 1000, 2048, 2880, 4096, 5120, 7168, 8192)
-ROWS_PER_GPU = 32
-"""Rows in flight for each GPU: a program waits for its peers, so those of all ranks must be on the GPUs at once."""
+PROGRAMS_PER_GPU = 128
+"""One for each row in flight of each rank. They wait for each other, so that all must be on the GPU at once: on the 132
+SMs of an H200 one each, since the largest fill an SM."""
 
 KINDS = 42
 REPEATS = 4
@@ -47,7 +48,7 @@ class World:
         self.streams = [torch.cuda.Stream(device) for device in self.devices]
         self.variant = variant
         word = torch.int16 if dtype.itemsize == 2 else torch.int32
-        rows, stride = rows_in_flight() // size * size, row_stride(hidden_size)
+        rows, stride = rows_in_flight(size) // size * size, row_stride(hidden_size)
         elements = SLOTS * cells_per_row(variant, rows, size) * stride
         self.memory = [torch.empty(elements, dtype=word, device=device) for device in self.devices]
         self.slots = [torch.zeros(rows, dtype=torch.int32, device=device) for device in self.devices]
@@ -56,6 +57,7 @@ class World:
             pointers = torch.tensor([m.data_ptr() for m in self.memory], dtype=torch.int64, device=device)
             buffer = SymmetricBuffer(self.memory[rank], pointers, self.memory)
             workspace = SymmMemWorkspace(rank, size, dtype, device)
+            workspace._dependent_launch = False  # programs of the next launch would take the SMs that others need
             workspace._rows[hidden_size, variant] = Rows(buffer, self.slots[rank], stride)
             self.workspaces.append(workspace)
 
@@ -99,8 +101,9 @@ class World:
         return outputs
 
 
-def rows_in_flight() -> int:
-    return ROWS_PER_GPU * torch.cuda.device_count()
+def rows_in_flight(size: int) -> int:
+    ranks_on_a_gpu = -(-size // torch.cuda.device_count())
+    return PROGRAMS_PER_GPU // ranks_on_a_gpu
 
 
 def synchronize() -> None:
@@ -145,7 +148,7 @@ def make_world(kind: Kind) -> World:
 
     calls = []
     for device in world.devices:
-        x = ones(device, 3 * rows_in_flight(), kind.hidden_size)
+        x = ones(device, 3 * rows_in_flight(kind.size), kind.hidden_size)
         residual = x if kind.with_residual else None
         weight = ones(device, kind.hidden_size) if kind.with_weight else None
         calls.append(FusedCall(x, residual, weight, 1e-6, 0.0, kind.cast))
@@ -157,7 +160,7 @@ def make_world(kind: Kind) -> World:
 def check(kind: Kind, world: World, draw: random.Random) -> dict[str, float]:
     """One random point; returns how far the results are from float64, as shares of what the eager formula is."""
     size, dtype, hidden_size, cast = kind.size, kind.dtype, kind.hidden_size, kind.cast
-    rows = rows_in_flight()
+    rows = rows_in_flight(size)
     tokens = draw.choice([0, 1, 1, 2, draw.randint(1, 16), draw.randint(1, rows), draw.randint(rows, 3 * rows)])
     eps, weight_bias = draw.choice([1e-5, 1e-6]), draw.choice([0.0, 1.0])
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
@@ -218,6 +221,8 @@ def run_points(job: int, args: argparse.Namespace) -> tuple[Counter[int], dict[s
                 errors = check(kind, world, random.Random(args.seed * 100_000 + point))
             except AssertionError as error:
                 raise AssertionError(f"point {point}, {kind}: {error}") from error
+            if args.verbose:
+                print(f"job {job}: point {point}, {kind}", flush=True)
             worlds[kind.size] += 1
             worst = {name: max(share, errors.get(name, 0.0)) for name, share in worst.items()}
     return worlds, worst
@@ -228,6 +233,7 @@ def main() -> int:
     parser.add_argument("--points", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=10)
+    parser.add_argument("--verbose", action="store_true", help="a line for each point that is done")
     args = parser.parse_args()
     # Streams that share a queue of the GPU wait for each other: one queue for each rank's.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
