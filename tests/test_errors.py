@@ -68,10 +68,10 @@ def bad_rule(_folder: Path) -> None:
     """A rule of a user whose rewrite loses the reduction."""
 
     def lose(graph, site, _context) -> None:
-        (wait,) = site.reduction.users
-        wait.replace_all_uses_with(site.reduction.args[0])
+        (wait,) = site.anchor.users
+        wait.replace_all_uses_with(site.anchor.args[0])
         graph.erase_node(wait)
-        graph.erase_node(site.reduction)
+        graph.erase_node(site.anchor)
 
     (rule,) = (rule for rule in default_rules() if rule.name == "all_reduce_add_rms_norm")
     with fake_tp(2) as group:
@@ -133,7 +133,7 @@ TRIGGERS: dict[type[errors.GraphfuseError], tuple[Callable[[Path], None], str, s
     errors.UnknownRuleError: (
         unknown_rule,
         "disabled_rules names 'all_reduce_layer_norm', which no rule has.",
-        "Known: merge_reductions, all_reduce_",
+        "Known: match_grouped_experts, merge_reductions, all_reduce_",
     ),
     errors.GradientsEnabledError: (gradients, "Gradients are on", "Call it under torch.no_grad()"),
     errors.GraphBreakError: (graph_break, "cannot be traced as one graph: ", "move it out of forward."),
