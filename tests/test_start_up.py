@@ -44,6 +44,7 @@ def start(family: str, num_layers: int, executor: str, cache) -> dict:
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(cache),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "OMP_NUM_THREADS": "1",  # threads that wait for work spend time of the process too
             "PYTHONPATH": os.pathsep.join(sys.path),
         },
         capture_output=True,
