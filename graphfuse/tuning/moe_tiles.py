@@ -1,4 +1,4 @@
-"""Launch parameters of the two grouped matrix products of an MoE layer, under the names of the ecosystem's tuning files.
+"""Launch parameters of an MoE layer's two grouped products, under the names of the ecosystem's tuning files.
 
 Legend: M tokens (the keys of a tuning file), T * K choices, E experts held here, I intermediate size here, H hidden.
 """
@@ -23,7 +23,7 @@ class Tile:
     block_size_k: int
 
     group_size_m: int = 1
-    """Blocks of rows that are worked on side by side, for each block of columns, so that weights stay in the L2 cache."""
+    """Blocks of rows that are worked on side by side for each block of columns: weights stay in the L2 cache."""
 
     num_warps: int = 4
     num_stages: int = 3
