@@ -246,6 +246,16 @@ def test_weights_of_choices_in_any_dtype(topk_dtype):
     check(layer, tokens, ids, weights.to(topk_dtype))
 
 
+@pytest.mark.parametrize("programs", [0, 1])
+@pytest.mark.parametrize("form", ["unscaled", pytest.param("expert, static", marks=slow), "block, dynamic"])
+def test_programs_that_make_several_blocks_of_columns(form, programs, monkeypatch):
+    layer = make_layer(form, block_shape=(32, 32))
+    args = make_inputs(layer, 9, 3)
+    want = run(layer, *args)
+    monkeypatch.setattr(moe_launch, "PROGRAMS_TO_SPARE", programs)  # 8 blocks a program, or a few
+    assert torch.equal(run(layer, *args), want)
+
+
 @pytest.mark.parametrize("form", ["unscaled", pytest.param("channel, dynamic", marks=slow), "block, dynamic"])
 @pytest.mark.parametrize("tiles", ["few", pytest.param("swapped", marks=slow)])
 def test_results_repeat_bit_for_bit_and_inputs_are_not_modified(form, tiles):
