@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphfuse.errors import ArgumentError
+from graphfuse.ops.sinks import attend
 
 
 @torch.library.custom_op("graphfuse::attention", mutates_args=())
@@ -30,6 +31,7 @@ def attention(
     v_cache: Tensor | None,
     scale: float,
     sliding_window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query causal attention of `q` over the cache, or over `k` and `v` themselves.
 
@@ -42,6 +44,7 @@ def attention(
             cache. Written **in place** at (b, positions[b, s]), although the schema says nothing of it (see above).
         scale: factor on the dot products.
         sliding_window: a query at p sees the keys at p - window + 1 .. p; None sees all.
+        sinks: `[Hq]`, floating: a logit of each head that joins its softmax and has no value.
 
     Returns:
         `[B, S, Hq, D]`, contiguous, in q's dtype.
@@ -53,7 +56,7 @@ def attention(
     With S == 1 on CUDA nothing depends on the values in `positions`, so the call can be captured in a CUDA graph. A
     longer call looks at them once, to take the causal kernel when rows start at zero and to read only the used slots.
     """
-    _check(q, k, v, positions, k_cache, v_cache, sliding_window)
+    _check(q, k, v, positions, k_cache, v_cache, sliding_window, sinks)
     _check_token_dims(q, k, v, positions)
     if q.numel() == 0:
         return q.new_empty(q.shape)
@@ -66,18 +69,20 @@ def attention(
         used = keys.shape[1] if captured else int(positions.max()) + 1
         keys, values = keys[:, :used], values[:, :used]
         key_positions = torch.arange(used, device=q.device)[None, None, :]  # [1, 1, L]
-    if not captured and length > 1 and _is_plain_causal(positions, sliding_window):
+    if sinks is None and not captured and length > 1 and _is_plain_causal(positions, sliding_window):
         return _sdpa(q, k, v, None, scale)
     query_positions = positions[:, :, None]  # [B, S, 1]
     mask = key_positions <= query_positions  # [B, S, L]
     if sliding_window is not None:
         mask = mask & (key_positions > query_positions - sliding_window)
+    if sinks is not None:
+        return attend(q, keys, values, sinks, mask, scale)
     return _sdpa(q, keys, values, mask, scale)
 
 
 @attention.register_fake
-def _(q, k, v, positions, k_cache, v_cache, scale, sliding_window):
-    _check(q, k, v, positions, k_cache, v_cache, sliding_window)
+def _(q, k, v, positions, k_cache, v_cache, scale, sliding_window, sinks=None):
+    _check(q, k, v, positions, k_cache, v_cache, sliding_window, sinks)
     return q.new_empty(q.shape)
 
 
@@ -129,7 +134,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
     return out.reshape(batch, length, num_heads, -1).contiguous()
 
 
-def _check(q, k, v, positions, k_cache, v_cache, sliding_window) -> None:
+def _check(q, k, v, positions, k_cache, v_cache, sliding_window, sinks) -> None:
     """What can be checked without looking at a token dimension (they may be unknown while tracing)."""
     if not (q.dim() == k.dim() == v.dim() == 4 and positions.dim() == 2):
         raise ArgumentError(
@@ -154,7 +159,7 @@ def _check(q, k, v, positions, k_cache, v_cache, sliding_window) -> None:
     for t in (k, v, *caches):
         if t.dtype != q.dtype:
             raise ArgumentError(f"q is {q.dtype} but another input is {t.dtype}. Use one dtype for all.")
-    for t in (k, v, positions, *caches):
+    for t in (k, v, positions, *caches, *(() if sinks is None else (sinks,))):
         if t.device != q.device:
             raise ArgumentError(f"q is on {q.device} but another input is on {t.device}. Use one device for all.")
     for cache in caches:
@@ -165,6 +170,11 @@ def _check(q, k, v, positions, k_cache, v_cache, sliding_window) -> None:
             )
     if sliding_window is not None and sliding_window < 1:
         raise ArgumentError(f"sliding_window is {sliding_window}. Pass a positive number of tokens, or None.")
+    if sinks is not None and (sinks.shape != (q.shape[2],) or not sinks.is_floating_point()):
+        raise ArgumentError(
+            f"sinks are {sinks.dtype} of shape {tuple(sinks.shape)}. Pass one floating logit for each of the "
+            f"{q.shape[2]} query heads."
+        )
 
 
 def _check_token_dims(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:

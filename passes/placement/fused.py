@@ -71,7 +71,13 @@ def _one_head(o: Operand, dim: int) -> bool:
 
 
 def own_attention(call: Call) -> Outcome:
-    return heads(call, 2, ("q", "k", "v", "k_cache", "v_cache"), ("positions",))
+    sinks = call.operands(("sinks",))
+    no_partial(call, sinks)
+    found = heads(call, 2, ("q", "k", "v", "k_cache", "v_cache"), ("positions",))
+    wanted = Shard(0) if isinstance(found, Shard) else REPLICATED
+    if isinstance(found, Unknown) or all(o.placement == wanted for o in sinks):
+        return found
+    return ignorance(sinks) or Unknown(f"heads are {found}, but their sinks {sinks[0].placement}")
 
 
 def named_attention(call: Call) -> Outcome:

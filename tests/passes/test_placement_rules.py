@@ -44,6 +44,12 @@ def case(name, forward, *inputs, gives):
     return Case(name, forward, inputs, gives)
 
 
+def own_attention(q, k, v, sinks=None):
+    positions = torch.arange(q.shape[1]).expand(q.shape[:2])
+    return torch.ops.graphfuse.attention(q, k, v, positions, None, None, 0.5, None, sinks)
+
+
+QUERIES, KEYS = ((2, 5, 6, 4), Shard(2)), ((2, 5, 3, 4), Shard(2))
 X, HEADS = ((6, 12), Shard(1)), ((2, 6, 5, 4), Shard(1))
 WHOLE, SUMMAND, ROWS = ((6, 12), R), ((6, 12), P), ((6, 12), Shard(0))
 
@@ -90,6 +96,11 @@ CASES = [
     case("top-k beside the shard", lambda x: x.topk(2, dim=0)[0], X, gives=Shard(1)),
     case("running sum of a partial sum", lambda x: x.cumsum(0), SUMMAND, gives=P),
     case("norm of each head", lambda x: F.layer_norm(x, (4,)), HEADS, gives=Shard(1)),
+    # our attention, with its sinks
+    case("attention", lambda q, k, v: own_attention(q, k, v), QUERIES, KEYS, KEYS, gives=Shard(2)),
+    case("attention with sinks", own_attention, QUERIES, KEYS, KEYS, ((6,), Shard(0)), gives=Shard(2)),
+    case("whole attention with sinks", own_attention, ((2, 5, 6, 4), R), ((2, 5, 3, 4), R), ((2, 5, 3, 4), R),
+         ((6,), R), gives=Replicated()),
     # views
     case("split into heads", lambda x: x.view(x.shape[0], -1, 2), X, gives=Shard(1)),
     case("heads behind tokens", lambda x: x.view(2, 3, -1, 2).transpose(1, 2), X, gives=Shard(1)),
@@ -195,6 +206,7 @@ VIOLATIONS = [
     violation(Kind.NON_LINEAR, "times a sharded matrix", torch.mm, SUMMAND, ((12, 6), Shard(1))),
     violation(Kind.NON_LINEAR, "matrix product of two", torch.mm, SUMMAND, ((12, 6), P)),
     violation(Kind.NON_LINEAR, "attention", lambda q: F.scaled_dot_product_attention(q, q, q), ((2, 3, 4, 8), P)),
+    violation(Kind.NON_LINEAR, "sinks", lambda q, s: own_attention(q, q, q, s), ((2, 5, 6, 4), R), ((6,), P)),
     violation(Kind.NON_LINEAR, "scaled maximum", lambda x: x * 2, ((6, 12), Partial("max"))),
     violation(Kind.RESIDUAL, "residual", torch.add, SUMMAND, WHOLE),
     violation(Kind.RESIDUAL, "taken away from a residual", torch.sub, WHOLE, SUMMAND),
@@ -230,6 +242,7 @@ def test_what_is_not_linear_in_a_partial_sum_is_a_fault(kind, forward, inputs):
         (lambda x: torch.softmax(x, 1), (X,), "softmax along a sharded dimension"),
         (lambda x: x.cumsum(1), (X,), "cumsum along a sharded dimension"),
         (lambda x: x.argmax(1), (X,), "a reduction of a sharded dimension that cannot be completed"),
+        (own_attention, (QUERIES, KEYS, KEYS, ((6,), R)), "heads are shard(2), but their sinks"),
         (lambda x: x[:, 0], (X,), "a part of a sharded dimension is taken"),
         (lambda x: torch.linalg.inv(x[:, :6]), (X,), "there is no rule for"),
         (lambda x: x * torch.rand(6, 12), (WHOLE,), "there is no rule for rand"),
