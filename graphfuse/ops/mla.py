@@ -1,0 +1,170 @@
+"""Multi-head latent attention over a compressed cache, as one opaque op: `graphfuse::mla_attention`.
+
+A token's keys and values of all heads come from one latent vector c, and its heads share one rotated key r:
+
+    k[h] = [W_uk[h] c, r],   v[h] = W_uv[h] c,   y[h] = sum over tokens of softmax(scale * (q[h] . k[h])) v[h]
+
+so the cache holds c and r alone. The heads, and with them the rows of W, may be divided over ranks; the cache may not,
+since every head reads all of it. There are two ways to the same result:
+
+    expanded    keys and values are made of the latents: fewer operations for each pair of tokens, so for prompts
+    absorbed    (q W_uk) . c and W_uv (sum of c): nothing is made, the cache is read once for all heads: for decoding
+
+Like `graphfuse::attention`, the op owns its cache and declares no mutation; see there for why.
+Source: DeepSeek-AI 2024, DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
+
+Legend: B batch, S sequence of this call, L slots of the cache, H heads here, R latent size (kv_lora_rank), N and P the
+parts of a key without and with rotary positions, V value size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from graphfuse.errors import ArgumentError
+from graphfuse.ops.attention import _is_plain_causal, _sdpa, _write
+
+
+@torch.library.custom_op("graphfuse::mla_attention", mutates_args=())
+def mla_attention(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    kv_up: Tensor,
+    positions: Tensor,
+    latent_cache: Tensor | None,
+    k_rope_cache: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Causal attention of this rank's heads over the cache, or over the tokens of the call themselves.
+
+    Args:
+        q_nope, q_rope: `[B, S, H, N]` and `[B, S, H, P]`, the latter after the rotary embedding.
+        latent: `[B, S, R]`, after its norm.
+        k_rope: `[B, S, P]`, after the rotary embedding.
+        kv_up: `[H * (N + V), R]`: for each head W_uk, then W_uv.
+        positions: `[B, S]` int64, as for `graphfuse::attention`.
+        latent_cache, k_rope_cache: `[max_batch, max_len, R]` and `[max_batch, max_len, P]`, or both None. Written **in
+            place** at (b, positions[b, s]).
+        scale: factor on the dot products.
+
+    Returns:
+        `[B, S, H, V]`, contiguous, in q_nope's dtype.
+
+    Raises:
+        ArgumentError: shapes, dtypes or devices do not fit, or (on the CPU) a position lies outside the cache.
+
+    With S == 1 on CUDA nothing depends on the values in `positions`: such a call can be captured in a CUDA graph.
+    """
+    value_size = _check(q_nope, q_rope, latent, k_rope, kv_up, positions, latent_cache, k_rope_cache)
+    _check_token_dims(q_nope, q_rope, latent, k_rope, positions)
+    batch, length, num_heads, _ = q_nope.shape
+    if q_nope.numel() == 0:
+        return q_nope.new_empty(batch, length, num_heads, value_size)
+    captured = q_nope.is_cuda and length == 1
+    if not captured and length > 1 and _is_plain_causal(positions, None):
+        if latent_cache is not None and k_rope_cache is not None:
+            _write(latent, k_rope, positions, latent_cache, k_rope_cache)
+        return _expanded(q_nope, q_rope, latent, k_rope, kv_up, None, scale)
+    if latent_cache is None or k_rope_cache is None:
+        key_positions = positions[:, None, :]  # [B, 1, S]
+    else:
+        latent, k_rope = _write(latent, k_rope, positions, latent_cache, k_rope_cache)
+        used = latent.shape[1] if captured else int(positions.max()) + 1
+        latent, k_rope = latent[:, :used], k_rope[:, :used]
+        key_positions = torch.arange(used, device=positions.device)[None, None, :]  # [1, 1, L]
+    mask = key_positions <= positions[:, :, None]  # [B, S, L]
+    attend = _absorbed if length == 1 else _expanded
+    return attend(q_nope, q_rope, latent, k_rope, kv_up, mask, scale)
+
+
+@mla_attention.register_fake
+def _(q_nope, q_rope, latent, k_rope, kv_up, positions, latent_cache, k_rope_cache, scale):
+    value_size = _check(q_nope, q_rope, latent, k_rope, kv_up, positions, latent_cache, k_rope_cache)
+    return q_nope.new_empty(*q_nope.shape[:3], value_size)
+
+
+def _expanded(
+    q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, kv_up: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Ordinary attention with as many key-value heads as query heads; latent `[B, L, R]`, k_rope `[B, L, P]`, mask
+    `[B, S, L]` or None for causal."""
+    num_heads, nope = q_nope.shape[2:]
+    keys_values = F.linear(latent, kv_up).unflatten(-1, (num_heads, -1))  # [B, L, H, N + V]
+    k_rope = k_rope[:, :, None].expand(-1, -1, num_heads, -1)
+    keys = torch.cat((keys_values[..., :nope], k_rope), dim=-1)
+    return _sdpa(torch.cat((q_nope, q_rope), dim=-1), keys, keys_values[..., nope:], mask, scale)
+
+
+def _absorbed(
+    q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, kv_up: Tensor, mask: Tensor, scale: float
+) -> Tensor:
+    """The same, with W_uk moved to the query and W_uv behind the sum: one key-value head, the cache itself."""
+    batch, length, num_heads, nope = q_nope.shape
+    up = kv_up.view(num_heads, -1, kv_up.shape[1])  # [H, N + V, R]
+    q_latent = torch.einsum("bshn,hnr->bshr", q_nope, up[:, :nope])
+    scores = _product(q_latent.flatten(1, 2), latent.transpose(1, 2))  # [B, S * H, L]
+    scores = (scores + _product(q_rope.flatten(1, 2), k_rope.transpose(1, 2))) * scale
+    scores = scores.unflatten(1, (length, num_heads)).masked_fill(~mask[:, :, None], -torch.inf)
+    weights = scores.softmax(-1).to(latent.dtype)  # [B, S, H, L]
+    mixed = torch.bmm(weights.flatten(1, 2), latent).view(batch, length, num_heads, -1)  # [B, S, H, R]
+    return torch.einsum("bshr,hvr->bshv", mixed, up[:, nope:]).contiguous()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """A batched product in at least float32: each score is the sum of two products, and would be rounded twice."""
+    if a.dtype not in (torch.float16, torch.bfloat16):
+        return torch.bmm(a, b)
+    if a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
+
+
+def _check(q_nope, q_rope, latent, k_rope, kv_up, positions, latent_cache, k_rope_cache) -> int:
+    """What can be checked without looking at a token dimension. The size of a value."""
+    given = (q_nope, q_rope, latent, k_rope, kv_up, positions)
+    if tuple(t.dim() for t in given) != (4, 4, 3, 3, 2, 2):
+        raise ArgumentError(
+            f"mla_attention got tensors of {', '.join(str(t.dim()) for t in given)} dimensions. Pass q_nope "
+            "[B, S, H, N], q_rope [B, S, H, P], latent [B, S, R], k_rope [B, S, P], kv_up [H * (N + V), R], "
+            "positions [B, S]."
+        )
+    if positions.dtype != torch.int64:
+        raise ArgumentError(f"positions are {positions.dtype}. Pass int64.")
+    num_heads, nope = q_nope.shape[2:]
+    if q_rope.shape[2] != num_heads or q_rope.shape[3] != k_rope.shape[2]:
+        raise ArgumentError(
+            f"Rotary parts do not fit: q_nope has {num_heads} heads, q_rope is {tuple(q_rope.shape[2:])} (heads, "
+            f"size), k_rope of size {k_rope.shape[2]}. Both queries need the same heads, both rotary parts one size."
+        )
+    rows, rank = kv_up.shape
+    if rank != latent.shape[2] or rows % num_heads or rows // num_heads <= nope:
+        raise ArgumentError(
+            f"kv_up is {list(kv_up.shape)} for {num_heads} heads, keys of {nope} and latents of {latent.shape[2]}. "
+            "Pass [H * (N + V), R]."
+        )
+    if (latent_cache is None) != (k_rope_cache is None):
+        raise ArgumentError("Only one of latent_cache and k_rope_cache is given. Pass both or neither.")
+    caches = [t for t in (latent_cache, k_rope_cache) if t is not None]
+    for t in (q_rope, latent, k_rope, kv_up, *caches):
+        if t.dtype != q_nope.dtype:
+            raise ArgumentError(f"q_nope is {q_nope.dtype} but another input is {t.dtype}. Use one dtype for all.")
+    for t in (*given, *caches):
+        if t.device != q_nope.device:
+            raise ArgumentError(f"q_nope is on {q_nope.device} but another input on {t.device}. Use one device.")
+    for cache, size in zip(caches, (rank, k_rope.shape[2]), strict=False):
+        if cache.dim() != 3 or cache.shape[2] != size:
+            raise ArgumentError(f"A cache has shape {tuple(cache.shape)}. Allocate it as [max_batch, max_len, {size}].")
+    return rows // num_heads - nope
+
+
+def _check_token_dims(*tensors: Tensor) -> None:
+    shapes = {tuple(t.shape[:2]) for t in tensors}
+    if len(shapes) != 1:
+        raise ArgumentError(
+            f"Queries, latents, rotary keys and positions disagree on [batch, sequence]: {sorted(shapes)}. Pass the "
+            "same for all."
+        )
