@@ -65,19 +65,19 @@ def attention(
     if k_cache is None or v_cache is None:
         keys, values, key_positions = k, v, positions[:, None, :]  # [B, 1, S]
     else:
-        keys, values = _write(k, v, positions, k_cache, v_cache)
+        keys, values = write_slots(k, v, positions, k_cache, v_cache)
         used = keys.shape[1] if captured else int(positions.max()) + 1
         keys, values = keys[:, :used], values[:, :used]
         key_positions = torch.arange(used, device=q.device)[None, None, :]  # [1, 1, L]
-    if sinks is None and not captured and length > 1 and _is_plain_causal(positions, sliding_window):
-        return _sdpa(q, k, v, None, scale)
+    if sinks is None and not captured and length > 1 and is_plain_causal(positions, sliding_window):
+        return dot_product_attention(q, k, v, None, scale)
     query_positions = positions[:, :, None]  # [B, S, 1]
     mask = key_positions <= query_positions  # [B, S, L]
     if sliding_window is not None:
         mask = mask & (key_positions > query_positions - sliding_window)
     if sinks is not None:
         return attend(q, keys, values, sinks, mask, scale)
-    return _sdpa(q, keys, values, mask, scale)
+    return dot_product_attention(q, keys, values, mask, scale)
 
 
 @attention.register_fake
@@ -86,8 +86,8 @@ def _(q, k, v, positions, k_cache, v_cache, scale, sliding_window, sinks=None):
     return q.new_empty(q.shape)
 
 
-def _write(k: Tensor, v: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Put the new keys and values into their slots; return the caches' rows of this batch."""
+def write_slots(k: Tensor, v: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Put k and v `[B, S, ...]` into their slots; return the caches' rows of this batch."""
     batch, length = positions.shape
     max_batch, max_len = k_cache.shape[:2]
     if batch > max_batch:
@@ -105,7 +105,7 @@ def _write(k: Tensor, v: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Te
     return k_cache[:batch], v_cache[:batch]
 
 
-def _is_plain_causal(positions: Tensor, sliding_window: int | None) -> bool:
+def is_plain_causal(positions: Tensor, sliding_window: int | None) -> bool:
     """Every row starts at zero and no window cuts in: the new tokens are all there is to attend to."""
     length = positions.shape[1]
     if sliding_window is not None and sliding_window < length:
@@ -113,8 +113,8 @@ def _is_plain_causal(positions: Tensor, sliding_window: int | None) -> bool:
     return bool((positions == torch.arange(length, device=positions.device)).all())
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of q `[B, S, Hq, D]` over k, v `[B, L, Hkv, D]`; mask `[B, S, L]`, or None for causal."""
+def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of q `[B, S, Hq, D]` over k, v `[B, L, Hkv, D]` (v may be of another size); mask `[B, S, L]`, or None for causal."""
     batch, length, num_heads, _ = q.shape
     num_kv_heads = k.shape[2]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, L, D]

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphfuse.errors import ArgumentError
-from graphfuse.ops.attention import _is_plain_causal, _sdpa, _write
+from graphfuse.ops.attention import dot_product_attention, is_plain_causal, write_slots
 
 
 @torch.library.custom_op("graphfuse::mla_attention", mutates_args=())
@@ -65,14 +65,14 @@ def mla_attention(
     if q_nope.numel() == 0:
         return q_nope.new_empty(batch, length, num_heads, value_size)
     captured = q_nope.is_cuda and length == 1
-    if not captured and length > 1 and _is_plain_causal(positions, None):
+    if not captured and length > 1 and is_plain_causal(positions, None):
         if latent_cache is not None and k_rope_cache is not None:
-            _write(latent, k_rope, positions, latent_cache, k_rope_cache)
+            write_slots(latent, k_rope, positions, latent_cache, k_rope_cache)
         return _expanded(q_nope, q_rope, latent, k_rope, kv_up, None, scale)
     if latent_cache is None or k_rope_cache is None:
         key_positions = positions[:, None, :]  # [B, 1, S]
     else:
-        latent, k_rope = _write(latent, k_rope, positions, latent_cache, k_rope_cache)
+        latent, k_rope = write_slots(latent, k_rope, positions, latent_cache, k_rope_cache)
         used = latent.shape[1] if captured else int(positions.max()) + 1
         latent, k_rope = latent[:, :used], k_rope[:, :used]
         key_positions = torch.arange(used, device=positions.device)[None, None, :]  # [1, 1, L]
@@ -96,7 +96,7 @@ def _expanded(
     keys_values = F.linear(latent, kv_up).unflatten(-1, (num_heads, -1))  # [B, L, H, N + V]
     k_rope = k_rope[:, :, None].expand(-1, -1, num_heads, -1)
     keys = torch.cat((keys_values[..., :nope], k_rope), dim=-1)
-    return _sdpa(torch.cat((q_nope, q_rope), dim=-1), keys, keys_values[..., nope:], mask, scale)
+    return dot_product_attention(torch.cat((q_nope, q_rope), dim=-1), keys, keys_values[..., nope:], mask, scale)
 
 
 def _absorbed(
