@@ -114,7 +114,8 @@ def is_plain_causal(positions: Tensor, sliding_window: int | None) -> bool:
 
 
 def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of q `[B, S, Hq, D]` over k, v `[B, L, Hkv, D]` (v may be of another size); mask `[B, S, L]`, or None for causal."""
+    """Attention of q `[B, S, Hq, D]` over k, v `[B, L, Hkv, D]` (v's D may be another); mask `[B, S, L]`, or None for
+    causal."""
     batch, length, num_heads, _ = q.shape
     num_kv_heads = k.shape[2]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, L, D]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graphfuse.ops import attention, fused_all_reduce, moe  # noqa: F401  (register the ops)
+from graphfuse.ops import attention, fused_all_reduce, mla, moe  # noqa: F401  (register the ops)
 from graphfuse.passes.graph_reading import aten
 from graphfuse.passes.placement.call import Call, Operand, all_replicated, ignorance, partials
 from graphfuse.passes.placement.collectives import reduced
@@ -71,13 +71,23 @@ def _one_head(o: Operand, dim: int) -> bool:
 
 
 def own_attention(call: Call) -> Outcome:
-    sinks = call.operands(("sinks",))
-    no_partial(call, sinks)
-    found = heads(call, 2, ("q", "k", "v", "k_cache", "v_cache"), ("positions",))
+    return _with_heads_of(call, "sinks", heads(call, 2, ("q", "k", "v", "k_cache", "v_cache"), ("positions",)))
+
+
+def latent_attention(call: Call) -> Outcome:
+    """Queries, and the matrix that makes keys and values, are divided by heads; every head reads all latents."""
+    found = heads(call, 2, ("q_nope", "q_rope"), ("latent", "k_rope", "positions", "latent_cache", "k_rope_cache"))
+    return _with_heads_of(call, "kv_up", found)
+
+
+def _with_heads_of(call: Call, name: str, found: Placement) -> Placement:
+    """`found`, if an operand's first dimension is divided by heads just as the result is."""
+    operands = call.operands((name,))
+    no_partial(call, operands)
     wanted = Shard(0) if isinstance(found, Shard) else REPLICATED
-    if isinstance(found, Unknown) or all(o.placement == wanted for o in sinks):
+    if isinstance(found, Unknown) or all(o.placement == wanted for o in operands):
         return found
-    return ignorance(sinks) or Unknown(f"heads are {found}, but their sinks {sinks[0].placement}")
+    return ignorance(operands) or Unknown(f"heads are {found}, but {name} {operands[0].placement}")
 
 
 def named_attention(call: Call) -> Outcome:
@@ -126,6 +136,7 @@ REDUCING = frozenset(
 RULES: dict[Any, Any] = {
     **dict.fromkeys(REDUCING, fused_reduction),
     graphfuse.attention.default: own_attention,
+    graphfuse.mla_attention.default: latent_attention,
     graphfuse.moe_experts.default: experts,
     **dict.fromkeys(
         (

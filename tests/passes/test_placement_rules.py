@@ -49,6 +49,13 @@ def own_attention(q, k, v, sinks=None):
     return torch.ops.graphfuse.attention(q, k, v, positions, None, None, 0.5, None, sinks)
 
 
+def latent_attention(q_nope, q_rope, latent, k_rope, kv_up):
+    positions = torch.arange(latent.shape[1]).expand(latent.shape[:2])
+    return torch.ops.graphfuse.mla_attention(q_nope, q_rope, latent, k_rope, kv_up, positions, None, None, 0.5)
+
+
+LATENTS = ((2, 5, 7), R), ((2, 5, 2), R)
+SUMMED_LATENTS = (((2, 5, 6, 4), R), ((2, 5, 6, 2), R), ((2, 5, 7), P), ((2, 5, 2), R), ((6 * 7, 7), R))
 QUERIES, KEYS = ((2, 5, 6, 4), Shard(2)), ((2, 5, 3, 4), Shard(2))
 X, HEADS = ((6, 12), Shard(1)), ((2, 6, 5, 4), Shard(1))
 WHOLE, SUMMAND, ROWS = ((6, 12), R), ((6, 12), P), ((6, 12), Shard(0))
@@ -101,6 +108,10 @@ CASES = [
     case("attention with sinks", own_attention, QUERIES, KEYS, KEYS, ((6,), Shard(0)), gives=Shard(2)),
     case("whole attention with sinks", own_attention, ((2, 5, 6, 4), R), ((2, 5, 3, 4), R), ((2, 5, 3, 4), R),
          ((6,), R), gives=Replicated()),
+    case("latent attention", latent_attention, QUERIES, ((2, 5, 6, 2), Shard(2)), *LATENTS, ((6 * 7, 7), Shard(0)),
+         gives=Shard(2)),
+    case("whole latent attention", latent_attention, ((2, 5, 6, 4), R), ((2, 5, 6, 2), R), *LATENTS, ((6 * 7, 7), R),
+         gives=Replicated()),
     # views
     case("split into heads", lambda x: x.view(x.shape[0], -1, 2), X, gives=Shard(1)),
     case("heads behind tokens", lambda x: x.view(2, 3, -1, 2).transpose(1, 2), X, gives=Shard(1)),
@@ -207,6 +218,7 @@ VIOLATIONS = [
     violation(Kind.NON_LINEAR, "matrix product of two", torch.mm, SUMMAND, ((12, 6), P)),
     violation(Kind.NON_LINEAR, "attention", lambda q: F.scaled_dot_product_attention(q, q, q), ((2, 3, 4, 8), P)),
     violation(Kind.NON_LINEAR, "sinks", lambda q, s: own_attention(q, q, q, s), ((2, 5, 6, 4), R), ((6,), P)),
+    violation(Kind.NON_LINEAR, "latents", latent_attention, *SUMMED_LATENTS),
     violation(Kind.NON_LINEAR, "scaled maximum", lambda x: x * 2, ((6, 12), Partial("max"))),
     violation(Kind.RESIDUAL, "residual", torch.add, SUMMAND, WHOLE),
     violation(Kind.RESIDUAL, "taken away from a residual", torch.sub, WHOLE, SUMMAND),
@@ -242,7 +254,9 @@ def test_what_is_not_linear_in_a_partial_sum_is_a_fault(kind, forward, inputs):
         (lambda x: torch.softmax(x, 1), (X,), "softmax along a sharded dimension"),
         (lambda x: x.cumsum(1), (X,), "cumsum along a sharded dimension"),
         (lambda x: x.argmax(1), (X,), "a reduction of a sharded dimension that cannot be completed"),
-        (own_attention, (QUERIES, KEYS, KEYS, ((6,), R)), "heads are shard(2), but their sinks"),
+        (own_attention, (QUERIES, KEYS, KEYS, ((6,), R)), "heads are shard(2), but sinks replicated"),
+        (latent_attention, (QUERIES, ((2, 5, 6, 2), Shard(2)), *LATENTS, ((6 * 7, 7), R)), "but kv_up replicated"),
+        (latent_attention, (QUERIES, ((2, 5, 6, 2), R), *LATENTS, ((6 * 7, 7), Shard(0))), "not all divided by heads"),
         (lambda x: x[:, 0], (X,), "a part of a sharded dimension is taken"),
         (lambda x: torch.linalg.inv(x[:, :6]), (X,), "there is no rule for"),
         (lambda x: x * torch.rand(6, 12), (WHOLE,), "there is no rule for rand"),
