@@ -42,6 +42,7 @@ from graphfuse.ops import attention as _attention  # noqa: F401  (registers the 
 from graphfuse.passes import default_rules
 from graphfuse.passes.driver import run_passes, select_rules
 from graphfuse.passes.dump import Dump
+from graphfuse.passes.graph_reading import argument, parameters
 from graphfuse.passes.groups import Groups
 from graphfuse.passes.outline import outline
 from graphfuse.passes.reductions import reductions
@@ -172,10 +173,8 @@ class Session:
                 self.report.note(f"mode={self.mode!r} is for Inductor; the eager executor ignores it")
             return run_eagerly(module, inputs)
         if self.mode is not None and _writes_caches(module):
-            # CUDA-graph trees copy an input whose address may change; what attention writes would stay in the copy.
-            self.report.note(
-                f"mode={self.mode!r} is ignored: its CUDA graphs would lose what attention writes to caches"
-            )
+            # CUDA-graph trees copy an input whose address may change; what an op writes would stay in the copy.
+            self.report.note(f"mode={self.mode!r} is ignored: its CUDA graphs would lose what is written to caches")
             self.mode = None
         repeats = outline(module)
         if repeats:
@@ -376,9 +375,13 @@ def _fuel() -> int | None:
 
 
 def _writes_caches(module: GraphModule) -> bool:
-    """Whether some attention op of a graph is handed a cache."""
-    attention = (n for n in module.graph.nodes if n.target is torch.ops.graphfuse.attention.default)
-    return any(node.args[4] is not None for node in attention)
+    """Whether some op of ours in a graph is handed a cache: such arguments are called `..._cache`."""
+    ours = (node for node in module.graph.nodes if getattr(node.target, "namespace", None) == "graphfuse")
+    return any(
+        name.endswith("_cache") and argument(node, name) is not None
+        for node in ours
+        for name in parameters(node.target)[0]
+    )
 
 
 def _copy(module: GraphModule) -> GraphModule:

@@ -1,7 +1,8 @@
 """How the inputs of a traced graph are divided over the ranks: what the proof of placements starts from.
 
     DTensors                      their own placements
-    models with `placements()`    what it says: {name of a parameter, buffer or argument: sharded dimension, or None}
+    models with `placements()`    what it says: {name of a parameter, buffer or argument: sharded dimension, or None},
+                                  of an argument that is a list also a list of that
     other inputs of either        whole on every rank
     any other module              unknown
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from graphfuse.passes.verify_placements import PLACEMENT, SOURCE
 
 _ARGUMENT = re.compile(r"^L\['args'\]\[(\d+)\]")
 _KEYWORD = re.compile(r"^L\['kwargs'\]\['(\w+)'\]|^L\['(\w+)'\](?!\.)")
+_INDICES = re.compile(r"^(?:\[\d+\])+")
 _HELD = re.compile(r"\._(?:parameters|buffers)\[['\"](\w+)['\"]\]")
 
 
@@ -45,7 +47,7 @@ class InputPlacements:
 
     def __init__(self, model: nn.Module | None) -> None:
         say = getattr(model, "placements", None)
-        self._declared: Mapping[str, int | None] | None = say() if callable(say) else None
+        self._declared: Mapping[str, Any] | None = say() if callable(say) else None
         self._arguments = list(inspect.signature(model.forward).parameters) if model is not None else []
 
     def sources(self, module: GraphModule, groups: Groups) -> list[Source]:
@@ -55,8 +57,8 @@ class InputPlacements:
         return [self._source(node, groups, is_told) for node in nodes]
 
     def _source(self, node: Node, groups: Groups, is_told: bool) -> Source:
-        argument, path = self._place(_source_text(node))
-        name = argument or path
+        argument, indices, path = self._place(_source_text(node))
+        name = (argument or path) + "".join(f"[{i}]" for i in indices)
         example = _example(node)
         if isinstance(example, DTensor):
             return Source(name, _of_dtensor(example, groups))
@@ -65,20 +67,29 @@ class InputPlacements:
         declared = self._declared
         if declared is None or (argument is not None and argument not in declared):
             return Source(name, REPLICATED)
-        if name not in declared:
+        if (argument or path) not in declared:
             return Source(name, Unknown("the model's placements() does not name it"))
-        dim = declared[name]
+        dim = declared[argument or path]
+        for index in indices:
+            dim = dim[index] if isinstance(dim, Sequence) else dim
         return Source(name, REPLICATED if dim is None else Shard(dim))
 
-    def _place(self, source: str) -> tuple[str | None, str]:
-        """The argument a source is, or is a part of, if it is one; else its path in the model."""
+    def _place(self, source: str) -> tuple[str | None, tuple[int, ...], str]:
+        """The argument a source is, or is a part of, if it is one, and which part; else its path in the model."""
         positional, keyword = _ARGUMENT.match(source), _KEYWORD.match(source)
         if positional:
             index = int(positional.group(1))
-            return (self._arguments[index] if index < len(self._arguments) else f"argument {index}"), ""
+            name = self._arguments[index] if index < len(self._arguments) else f"argument {index}"
+            return name, _indices(source[positional.end() :]), ""
         if keyword:
-            return keyword.group(1) or keyword.group(2), ""
-        return None, plain_path(_HELD.sub(r".\1", source))
+            return keyword.group(1) or keyword.group(2), _indices(source[keyword.end() :]), ""
+        return None, (), plain_path(_HELD.sub(r".\1", source))
+
+
+def _indices(source: str) -> tuple[int, ...]:
+    """`[3][0]` → (3, 0)."""
+    found = _INDICES.match(source)
+    return tuple(int(i) for i in found.group()[1:-1].split("][")) if found else ()
 
 
 def _source_text(node: Node) -> str:

@@ -7,6 +7,7 @@ the name map is the module tree itself; modules made of several checkpoint tenso
 from __future__ import annotations
 
 import abc
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,8 @@ from transformers import PretrainedConfig
 
 from graphfuse.models.layers import RMSNorm, RotaryEmbedding, head_size
 from graphfuse.models.parallel import ParallelLMHead, VocabParallelEmbedding, replicated
-from graphfuse.models.sharding import TensorParallel, attention_heads
+from graphfuse.models.sharding import TensorParallel
 from graphfuse.weights.plan import TensorPlan
-
-_HEADS = 2
-"""The dimension of a cache that is divided: [max_batch, max_len, key-value heads, head size]."""
 
 
 class CausalLM(nn.Module, abc.ABC):
@@ -57,7 +55,8 @@ class CausalLM(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:
-        """The index-th decoder layer: (x [T, H], cos, sin, positions, k_cache, v_cache) → [T, H]."""
+        """The index-th decoder layer: (x [T, H], cos, sin, positions, lengths, cache_a, cache_b) → [T, H]; its
+        `mixer` makes the caches (see `DecoderLayer`)."""
 
     def forward(
         self,
@@ -72,31 +71,31 @@ class CausalLM(nn.Module, abc.ABC):
             input_ids: `[B, S]` int64, rows padded on the right.
             positions: `[B, S]` int64; None counts from 0 in each row.
             kv_caches: from `new_kv_caches`; written in place. None: the tokens of this call are the whole text.
-            last_token: `[B]` int64.
+            last_token: `[B]` int64. What stands behind it in a row is padding, which no cache remembers.
         """
         batch, length = input_ids.shape
         if positions is None:
             positions = torch.arange(length, device=input_ids.device).expand(batch, length)
         cos, sin = self.rotary(positions)
         x = self.embed_tokens(input_ids.reshape(-1))  # [T, H]
+        lengths = positions.new_full((batch,), length) if last_token is None else last_token + 1
         for index, layer in enumerate(self.layers):
-            k_cache, v_cache = (None, None) if kv_caches is None else kv_caches[index]
-            x = layer(x, cos, sin, positions, k_cache, v_cache)
+            cache_a, cache_b = (None, None) if kv_caches is None else kv_caches[index]
+            x = layer(x, cos, sin, positions, lengths, cache_a, cache_b)
         x = self.norm(x)
         if last_token is not None:
             rows = torch.arange(batch, device=x.device) * length + last_token
             return self.lm_head(x[rows])  # [B, V]
         return self.lm_head(x).view(batch, length, self.config.vocab_size)  # [B, S, V]
 
-    def new_kv_caches(self, max_batch: int, max_len: int) -> list[tuple[Tensor, Tensor]]:
-        """One (keys, values) pair a layer, `[max_batch, max_len, this rank's key-value heads, head size]`.
+    @property
+    def mixers(self) -> list[Any]:
+        """Each layer's attention, or what stands in its place."""
+        return [layer.mixer for layer in self.layers]
 
-        Zero, not empty: attention weighs unused slots with zero, and zero times a stray NaN is NaN.
-        """
-        heads = attention_heads(self.config.num_attention_heads, self.config.num_key_value_heads, self.tp)[1].local
-        shape = (max_batch, max_len, heads, head_size(self.config))
-        weight = self.norm.weight
-        return [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(self.num_layers)]
+    def new_kv_caches(self, max_batch: int, max_len: int) -> list[tuple[Tensor, Tensor]]:
+        """One pair a layer of what its mixer keeps between calls: (keys, values) of attention, for one."""
+        return [mixer.new_cache(max_batch, max_len, self.norm.weight) for mixer in self.mixers]
 
     def checkpoint_plan(self, names: frozenset[str]) -> list[TensorPlan]:
         """What this rank takes from a checkpoint that holds `names`."""
@@ -109,10 +108,10 @@ class CausalLM(nn.Module, abc.ABC):
                 plans.extend(replicated(f"{name}.{n}", p) for n, p in module.named_parameters(recurse=False))
         return plans
 
-    def placements(self) -> dict[str, int | None]:
+    def placements(self) -> dict[str, Any]:
         """Along which dimension each parameter, buffer and argument of `forward` is divided over the ranks; None: it is
-        whole on every rank. The proof of placements starts from it."""
-        found: dict[str, int | None] = {"kv_caches": _HEADS}
+        whole on every rank; a list: one for each part. The proof of placements starts from it."""
+        found: dict[str, Any] = {"kv_caches": [mixer.cache_dims for mixer in self.mixers]}
         for path, module in self.named_modules():
             dims = getattr(module, "shard_dims", {})
             for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:

@@ -11,6 +11,7 @@ head size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,9 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "gelu": (F.gelu, "gelu"),
     "gelu_pytorch_tanh": (lambda x: F.gelu(x, approximate="tanh"), "gelu_tanh"),
 }
+CacheDims = tuple[int | None, int | None]
+"""Along which dimension each of a mixer's two caches is divided over the ranks; None: it is whole on every rank."""
+
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # others change their frequencies as the text grows
 
 
@@ -88,6 +92,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention over this rank's heads; with `qk_norm`, queries and keys are normalised per head."""
 
+    cache_dims: ClassVar[CacheDims] = (2, 2)
+
     def __init__(
         self,
         config: PretrainedConfig,
@@ -113,7 +119,14 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, **kwargs) if qk_norm else None
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor | None, v_cache: Tensor | None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        _lengths: Tensor,
+        k_cache: Tensor | None,
+        v_cache: Tensor | None,
     ) -> Tensor:
         batch, length = positions.shape
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
@@ -123,6 +136,12 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = attention(q, k, v, positions, k_cache, v_cache, self.scale, self.sliding_window)  # [B, S, Hq, D]
         return self.o_proj(y.view(batch * length, self.num_heads * self.head_dim))
+
+    def new_cache(self, max_batch: int, max_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, `[max_batch, max_len, Hkv, D]` each. Zero, not empty: attention weighs unused slots with
+        zero, and zero times a stray NaN is NaN."""
+        shape = (max_batch, max_len, self.num_kv_heads, self.head_dim)
+        return like.new_zeros(shape), like.new_zeros(shape)
 
 
 class GatedMLP(nn.Module):
@@ -142,19 +161,40 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """The residual stream of a pre-norm layer. Families name their own subclasses, since a class is traced once."""
+    """The residual stream of a pre-norm layer. Families name their own subclasses, since a class is traced once.
 
-    def __init__(self, config: PretrainedConfig, self_attn: nn.Module, mlp: nn.Module, dtype, device) -> None:
+    The mixer (attention, or what stands in its place) makes its own caches: two tensors from `new_cache`, divided over
+    the ranks along `cache_dims`.
+    """
+
+    mixer_name: ClassVar[str] = "self_attn"
+    norm_type: ClassVar[type[RMSNorm]] = RMSNorm
+
+    def __init__(self, config: PretrainedConfig, mixer: nn.Module, mlp: nn.Module, dtype, device) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.self_attn = self_attn
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = self.norm_type(size, eps, dtype=dtype, device=device)
+        self.add_module(self.mixer_name, mixer)
+        self.post_attention_layernorm = self.norm_type(size, eps, dtype=dtype, device=device)
         self.mlp = mlp
 
+    @property
+    def mixer(self) -> Any:
+        return getattr(self, self.mixer_name)
+
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor | None, v_cache: Tensor | None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        lengths: Tensor,
+        cache_a: Tensor | None,
+        cache_b: Tensor | None,
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, positions, k_cache, v_cache)
+        """x and the result `[T, H]`; `lengths` `[B]` int64, how many tokens of each row are real; both caches of the
+        mixer, or None."""
+        x = x + self.mixer(self.input_layernorm(x), cos, sin, positions, lengths, cache_a, cache_b)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
