@@ -1,4 +1,4 @@
-"""Routed experts with their intermediate dimension divided over the ranks, and softmax top-k routing.
+"""Routed experts with their intermediate dimension divided over the ranks.
 
 Checkpoints hold experts in one of two forms, and both are read:
 
@@ -13,31 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphfuse.models.parallel import parameter, reduce_sum, span_copies
 from graphfuse.models.sharding import TensorParallel, even
 from graphfuse.ops.moe import moe_experts
 from graphfuse.weights.plan import Copy, TensorPlan
-
-
-class TopKRouter(nn.Module):
-    """Softmax over all experts in float32, the K largest, made to sum to one if `normalise`."""
-
-    def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, normalise: bool, dtype, device) -> None:
-        super().__init__()
-        self.top_k, self.normalise = top_k, normalise
-        self.weight = parameter(num_experts, hidden_size, dtype=dtype, device=device)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert ids and weights, `[T, K]` each."""
-        probabilities = F.softmax(F.linear(x, self.weight), dim=-1, dtype=torch.float32)  # [T, E]
-        weights, ids = torch.topk(probabilities, self.top_k, dim=-1)
-        if self.normalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return ids, weights.to(x.dtype)
 
 
 class RoutedExperts(nn.Module):
@@ -64,10 +45,13 @@ class RoutedExperts(nn.Module):
         self.down_proj = parameter(num_experts, hidden_size, inner, dtype=dtype, device=device)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        partial = moe_experts(
+        return reduce_sum(self.partial(x, ids, weights), self.tp)
+
+    def partial(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """This rank's part of the sum, for callers that have more to add before it is reduced."""
+        return moe_experts(
             x, self.gate_up_proj, self.down_proj, ids, weights, self.num_experts, activation=self.activation
         )
-        return reduce_sum(partial, self.tp)
 
     def tensor_plans(self, path: str, names: frozenset[str]) -> Iterator[TensorPlan]:
         full, local = self.shard.full, self.shard.local

@@ -147,17 +147,34 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)), the intermediate dimension divided over the ranks."""
 
-    def __init__(self, config: PretrainedConfig, tp: TensorParallel, *, bias: bool, dtype, device) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        tp: TensorParallel,
+        *,
+        bias: bool,
+        intermediate_size: int | None = None,
+        dtype,
+        device,
+    ) -> None:
+        """`intermediate_size`: the config's if None."""
         super().__init__()
-        inner = even(config.intermediate_size, tp)
+        inner = even(intermediate_size or config.intermediate_size, tp)
         self.activation = activation_of(config)[0]
         parts = {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, bias=bias, dtype=dtype, device=device)
         self.down_proj = RowParallelLinear(inner, config.hidden_size, tp, bias=bias, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self._inner(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum, without a bias, for callers that have more to add before it is reduced."""
+        return self.down_proj.partial(self._inner(x))
+
+    def _inner(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.activation(gate) * up)
+        return self.activation(gate) * up
 
 
 class DecoderLayer(nn.Module):

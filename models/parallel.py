@@ -65,8 +65,12 @@ class RowParallelLinear(nn.Module):
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = reduce_sum(F.linear(x, self.weight), self.tp)
+        y = reduce_sum(self.partial(x), self.tp)
         return y if self.bias is None else y + self.bias
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum, without the bias, for callers that have more to add before it is reduced."""
+        return F.linear(x, self.weight)
 
     def tensor_plans(self, path: str, _names: frozenset[str]) -> Iterator[TensorPlan]:
         shape = (self.weight.shape[0], self.in_shard.full)

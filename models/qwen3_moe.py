@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from graphfuse.models.causal_lm import CausalLM
-from graphfuse.models.experts import RoutedExperts, TopKRouter
+from graphfuse.models.experts import RoutedExperts
 from graphfuse.models.layers import DecoderLayer, activation_of
 from graphfuse.models.qwen3 import qwen3_attention, qwen3_mlp
+from graphfuse.models.routers import TopKRouter
 from graphfuse.models.sharding import TensorParallel
 
 
