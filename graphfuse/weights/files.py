@@ -30,6 +30,8 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+ITEMSIZES = {**{name: dtype.itemsize for name, dtype in DTYPES.items()}, "U8": 1}
+"""Bytes an element of what can be read: also of packed weights."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def _entry(name: str, entry: Any, file: Path) -> tuple[StoredTensor, int, int]:
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{brief(name)} has data_offsets {brief(offsets)}")
     begin, end = offsets
-    if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+    if dtype in ITEMSIZES and end - begin != math.prod(shape) * ITEMSIZES[dtype]:
         raise ValueError(f"{brief(name)} of shape {brief(shape)} and dtype {dtype} has {end - begin} bytes")
     return StoredTensor(name, file, tuple(shape), dtype), begin, end
 

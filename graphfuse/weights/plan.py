@@ -29,3 +29,5 @@ class TensorPlan:
     shape: tuple[int, ...]
     copies: tuple[Copy, ...]
     target: nn.Parameter
+    scales: str | None = None
+    """MXFP4: `name` holds blocks, this one their scales (see `mxfp4`); shape and copies are of what they decode to."""

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from graphfuse.errors import CheckpointError, brief
-from graphfuse.weights.files import DTYPES, StoredTensor
+from graphfuse.weights import mxfp4
+from graphfuse.weights.files import DTYPES, ITEMSIZES, StoredTensor
 from graphfuse.weights.plan import Copy, TensorPlan
 
 BUFFER_BYTES = 64 << 20
@@ -43,10 +44,26 @@ def fill(
     for file, of_file in sorted(by_file.items()):
         reader = Reader(file)
         for plan in of_file:
-            for copy in plan.copies:
-                reader.copy(stored[plan.name], copy)
+            if plan.scales is not None:
+                _decode(reader, plan, stored)
+            else:
+                for copy in plan.copies:
+                    reader.copy(stored[plan.name], copy)
             advance(1)
         reader.close()
+
+
+def _decode(blocks: Reader, plan: TensorPlan, stored: dict[str, StoredTensor]) -> None:
+    """The boxes of an MXFP4 tensor, whose scales may be in another file than its blocks."""
+    assert plan.scales is not None
+    scales = blocks if stored[plan.scales].file == blocks.file else Reader(stored[plan.scales].file)
+    for copy in plan.copies:
+        for box, keep, into in mxfp4.pieces(plan.shape, copy, BUFFER_BYTES // 4):
+            packed, powers = blocks.read(stored[plan.name], box), scales.read(stored[plan.scales], box)
+            # Packed bytes are an eighth of what they decode to: they are what goes to a GPU.
+            into.copy_(mxfp4.decode(packed.to(into.device), powers.to(into.device))[..., keep])
+    if scales is not blocks:
+        scales.close()
 
 
 def check(
@@ -54,21 +71,22 @@ def check(
 ) -> None:
     """Plans, checkpoint and parameters match exactly, with nothing left over on any side."""
     where = next(iter(stored.values())).file.parent if stored else Path()
-    for plan in plans:
-        tensor = stored.get(plan.name)
+    needed = [part for plan in plans for part in _stored_parts(plan)]
+    for name, shape, dtypes in needed:
+        tensor = stored.get(name)
         if tensor is None:
             raise CheckpointError(
-                f"The checkpoint {where} has no tensor {plan.name!r}, which the model needs. Check that it is complete "
+                f"The checkpoint {where} has no tensor {name!r}, which the model needs. Check that it is complete "
                 "and belongs to its config.json."
             )
-        if tensor.shape != plan.shape:
+        if tensor.shape != shape:
             raise CheckpointError(
-                f"Tensor {plan.name!r} in {tensor.file} has shape {list(tensor.shape)}, but the config asks for "
-                f"{list(plan.shape)}. Check that the weights belong to config.json."
+                f"Tensor {name!r} in {tensor.file} has shape {list(tensor.shape)}, but the config asks for "
+                f"{list(shape)}. Check that the weights belong to config.json."
             )
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in dtypes:
             raise CheckpointError(
-                f"Tensor {plan.name!r} in {tensor.file} has dtype {tensor.dtype}; readable are {', '.join(DTYPES)}. "
+                f"Tensor {name!r} in {tensor.file} has dtype {tensor.dtype}; readable are {', '.join(dtypes)}. "
                 "Use an unquantised checkpoint."
             )
     unlisted = sorted(name for name, tensor in stored.items() if not tensor.listed and not ignored(name))
@@ -77,7 +95,7 @@ def check(
             f"{stored[unlisted[0]].file} has the tensor {unlisted[0]!r}, which the checkpoint's index does not list. "
             "Check that both are of one checkpoint, or download them again."
         )
-    taken = {plan.name for plan in plans}
+    taken = {name for name, _, _ in needed}
     extra = sorted(name for name in stored if name not in taken and not ignored(name))
     if extra:
         raise CheckpointError(
@@ -91,6 +109,14 @@ def check(
         raise CheckpointError(f"No tensor of the checkpoint fills {empty[0]!r}. The model's name map is incomplete.")
 
 
+def _stored_parts(plan: TensorPlan) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """The stored tensors that a plan reads: name, shape, and the dtypes it may have."""
+    if plan.scales is None:
+        return [(plan.name, plan.shape, tuple(DTYPES))]
+    blocks, scales = mxfp4.stored_shapes(plan.shape)
+    return [(plan.name, blocks, (mxfp4.STORED,)), (plan.scales, scales, (mxfp4.STORED,))]
+
+
 class Reader:
     """One file, mapped; the mapping is renewed when enough of it was touched."""
 
@@ -99,15 +125,20 @@ class Reader:
         self.handle = self._open()
 
     def copy(self, stored: StoredTensor, copy: Copy) -> None:
-        if copy.into.numel() == 0:
-            return
+        if copy.into.numel() > 0:
+            for source, into in pieces(stored, copy):
+                into.copy_(self.read(stored, source))
+
+    def read(self, stored: StoredTensor, box: tuple[slice, ...]) -> Tensor:
+        """A box of a tensor. Rows that are read in part count whole, since their pages may all be touched."""
+        rows = math.prod(s.stop - s.start for s in box[:1])
+        touched = rows * row_bytes(stored)
         try:
-            for source, into, touched in pieces(stored, copy):
-                if self.touched + touched > BUFFER_BYTES and self.touched:
-                    self.close()
-                    self.handle, self.touched = self._open(), 0
-                self.touched += touched
-                into.copy_(self.handle.get_slice(stored.name)[source])
+            if self.touched + touched > BUFFER_BYTES and self.touched:
+                self.close()
+                self.handle, self.touched = self._open(), 0
+            self.touched += touched
+            return self.handle.get_slice(stored.name)[box]
         except (SafetensorError, RuntimeError, OSError) as error:
             raise CheckpointError(
                 f"Tensor {stored.name!r} in {self.file} cannot be read ({brief(error)}). Download the file again."
@@ -124,21 +155,21 @@ class Reader:
             raise CheckpointError(f"{self.file} cannot be read ({brief(error)}). Download it again.") from error
 
 
-def pieces(stored: StoredTensor, copy: Copy) -> Iterator[tuple[tuple[slice, ...], Tensor, int]]:
-    """The copy, cut along its first dimension into (source, into, bytes of the file touched), a buffer each at most.
-
-    A row that is read in part counts whole, since its pages may all be touched. A single row is never cut.
-    """
+def pieces(stored: StoredTensor, copy: Copy) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """The copy, cut along its first dimension into (source, into), a buffer each at most; a single row is never cut."""
     if not stored.shape:
-        yield copy.source, copy.into, DTYPES[stored.dtype].itemsize
+        yield copy.source, copy.into
         return
-    row_bytes = math.prod(stored.shape[1:]) * DTYPES[stored.dtype].itemsize
-    step = max(1, BUFFER_BYTES // max(1, row_bytes))
+    step = max(1, BUFFER_BYTES // max(1, row_bytes(stored)))
     first = copy.source[0].start or 0
     for start in range(0, copy.into.shape[0], step):
         into = copy.into[start : start + step]
         rows = slice(first + start, first + start + into.shape[0])
-        yield (rows, *copy.source[1:]), into, into.shape[0] * row_bytes
+        yield (rows, *copy.source[1:]), into
+
+
+def row_bytes(stored: StoredTensor) -> int:
+    return math.prod(stored.shape[1:]) * ITEMSIZES[stored.dtype]
 
 
 def default_dtype(config_dtype: torch.dtype | None, stored: dict[str, StoredTensor]) -> torch.dtype:
