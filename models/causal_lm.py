@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
-from graphfuse.models.layers import RMSNorm, RotaryEmbedding, head_size
+from graphfuse.models.layers import RMSNorm, RotaryEmbedding, rotary_size
 from graphfuse.models.parallel import ParallelLMHead, VocabParallelEmbedding, replicated
 from graphfuse.models.sharding import TensorParallel
 from graphfuse.weights.plan import TensorPlan
@@ -42,7 +42,7 @@ class CausalLM(nn.Module, abc.ABC):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, tp, dtype=dtype, device=device
         )
-        self.rotary = RotaryEmbedding(config, head_size(config), dtype=dtype, device=device)
+        self.rotary = RotaryEmbedding(config, rotary_size(config), dtype=dtype, device=device)
         self.layers = nn.ModuleList(
             [self.make_layer(config, index, tp, dtype, device) for index in range(config.num_hidden_layers)]
         )

@@ -227,3 +227,8 @@ def activation_of(config: PretrainedConfig) -> tuple[Callable[[Tensor], Tensor],
 def head_size(config: PretrainedConfig) -> int:
     """Some configs leave head_dim out or None, and mean the even division."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rotary_size(config: PretrainedConfig) -> int:
+    """How many dimensions of a head are rotated. Latent attention rotates a part of its own size."""
+    return getattr(config, "qk_rope_head_dim", None) or head_size(config)
