@@ -102,9 +102,11 @@ class Attention(nn.Module):
         bias: bool,
         qk_norm: bool,
         sliding_window: int | None,
+        output_bias: bool | None = None,
         dtype,
         device,
     ) -> None:
+        """`bias`: of queries, keys and values, and of the output too if `output_bias` is None."""
         super().__init__()
         head_dim = head_size(config)
         q_heads, kv_heads = attention_heads(config.num_attention_heads, config.num_key_value_heads, tp)
@@ -114,7 +116,9 @@ class Attention(nn.Module):
         kwargs = {"dtype": dtype, "device": device}
         rows = {name: heads.times(head_dim) for name, heads in parts.items()}
         self.qkv_proj = ColumnParallelLinear(config.hidden_size, rows, bias=bias, **kwargs)
-        self.o_proj = RowParallelLinear(q_heads.times(head_dim), config.hidden_size, tp, bias=bias, **kwargs)
+        output_bias = bias if output_bias is None else output_bias
+        self.o_proj = RowParallelLinear(q_heads.times(head_dim), config.hidden_size, tp, bias=output_bias, **kwargs)
+        self.register_parameter("sinks", None)  # some families' heads have one each
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, **kwargs) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, **kwargs) if qk_norm else None
 
@@ -131,11 +135,15 @@ class Attention(nn.Module):
         batch, length = positions.shape
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = self.qkv_proj(x).view(batch, length, sum(heads), self.head_dim).split(heads, dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.normalised(q, k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = attention(q, k, v, positions, k_cache, v_cache, self.scale, self.sliding_window)  # [B, S, Hq, D]
+        y = attention(
+            q, k, v, positions, k_cache, v_cache, self.scale, self.sliding_window, self.sinks
+        )  # [B, S, Hq, D]
         return self.o_proj(y.view(batch * length, self.num_heads * self.head_dim))
+
+    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
     def new_cache(self, max_batch: int, max_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, `[max_batch, max_len, Hkv, D]` each. Zero, not empty: attention weighs unused slots with
