@@ -7,7 +7,7 @@ the name map is the module tree itself; modules made of several checkpoint tenso
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
+from graphfuse.models.family import Family
 from graphfuse.models.layers import RMSNorm, RotaryEmbedding, rotary_size
 from graphfuse.models.parallel import ParallelLMHead, VocabParallelEmbedding, replicated
 from graphfuse.models.sharding import TensorParallel
@@ -26,6 +27,8 @@ class CausalLM(nn.Module, abc.ABC):
 
     Attributes: `config`, `tp_group` (None on one rank), `num_layers`, `layers`.
     """
+
+    about: ClassVar[Family]
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from graphfuse.models.causal_lm import CausalLM
+from graphfuse.models.family import Family
 from graphfuse.models.layers import Attention, DecoderLayer, GatedMLP
 from graphfuse.models.sharding import TensorParallel
 
@@ -29,9 +30,13 @@ class LlamaDecoderLayer(DecoderLayer):
 
 
 class LlamaForCausalLM(CausalLM):
+    about = Family("Llama 2, 3", ("LlamaForCausalLM",), "GQA", "dense", ("bf16",))
+
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:
         return LlamaDecoderLayer(config, tp, dtype, device)
 
 
 class MistralForCausalLM(LlamaForCausalLM):
     """The same layers; its config has a `sliding_window`."""
+
+    about = Family("Mistral", ("MistralForCausalLM",), "GQA, sliding window", "dense", ("bf16",))

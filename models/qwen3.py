@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from graphfuse.models.causal_lm import CausalLM
+from graphfuse.models.family import Family
 from graphfuse.models.layers import Attention, DecoderLayer, GatedMLP
 from graphfuse.models.sharding import TensorParallel
 
@@ -25,6 +26,8 @@ class Qwen3SlidingDecoderLayer(DecoderLayer):
 
 
 class Qwen3ForCausalLM(CausalLM):
+    about = Family("Qwen3", ("Qwen3ForCausalLM",), "GQA, q/k norm", "dense", ("bf16",))
+
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:
         if config.layer_types[index] == "sliding_attention":
             return Qwen3SlidingDecoderLayer(config, tp, dtype, device)

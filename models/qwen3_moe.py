@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from graphfuse.models.causal_lm import CausalLM
 from graphfuse.models.experts import RoutedExperts
+from graphfuse.models.family import Family
 from graphfuse.models.layers import DecoderLayer, activation_of
 from graphfuse.models.qwen3 import qwen3_attention, qwen3_mlp
 from graphfuse.models.routers import TopKRouter
@@ -55,6 +56,8 @@ class Qwen3MoeDenseDecoderLayer(DecoderLayer):
 
 
 class Qwen3MoeForCausalLM(CausalLM):
+    about = Family("Qwen3-MoE", ("Qwen3MoeForCausalLM",), "GQA, q/k norm", "top-k softmax", ("bf16",))
+
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:
         """Dense where `mlp_only_layers` says so, or where the step of sparse layers skips the layer."""
         skipped = config.num_experts == 0 or (index + 1) % config.decoder_sparse_step != 0

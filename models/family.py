@@ -1,0 +1,24 @@
+"""What `graphfuse models` and errors say of a family of models. It stands beside the class that it describes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    """As people call it: "gpt-oss"."""
+
+    architectures: tuple[str, ...]
+    """Names in a config's `architectures`."""
+
+    attention: str
+    moe: str
+    """ "dense" where there is none."""
+
+    formats: tuple[str, ...]
+    """Formats of checkpoints beside 16 and 32 bits: "block FP8", "MXFP4"."""
+
+    tested_against: str = "transformers"
+    """What the logits are compared with in the tests."""
