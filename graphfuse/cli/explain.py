@@ -1,4 +1,4 @@
-"""`graphfuse explain`: what would become of a checkpoint's reductions, without weights, GPU or other processes."""
+"""`graphfuse explain`: what would become of a model's reductions and experts; no weights, GPU or other processes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,21 @@ def explain(
     device_facts: Annotated[
         Path | None, typer.Option(help="Facts of another host, as in configs/facts. Default: this one.")
     ] = None,
+    moe_config_dir: Annotated[
+        str | None, typer.Option(help="Folder of tuned MoE kernel configs to look in before the shipped ones.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Show what would become of each reduction of a model on a host, without running it."""
+    """Show what would become of each reduction and each layer of experts of a model on a host, without running it."""
     with plain_errors():
+        from graphfuse.config import FuseConfig
+
+        config = FuseConfig(moe_config_dir=moe_config_dir)
+
         from graphfuse.cli.show import show_report
         from graphfuse.explain import explain_checkpoint
 
-        report = explain_checkpoint(model, tp, device_facts)
+        report = explain_checkpoint(model, tp, device_facts, config=config)
         if as_json:
             print(report.dumps())
         else:

@@ -68,7 +68,8 @@ def _workloads(model: str | None, shape: str | None, tp: int, dtypes: list[str])
     from graphfuse.tuning.moe_shapes import workloads_of_model, workloads_of_shape
 
     if (model is None) == (shape is None):
-        raise ConfigError(f"{'Neither' if model is None else 'Both'} --model and --shape are given. Give one of them.")
+        given = "Neither --model nor --shape is" if model is None else "Both --model and --shape are"
+        raise ConfigError(f"{given} given. Give one of them.")
     if model is not None:
         return workloads_of_model(model, tp, dtypes)
     if tp != 1:

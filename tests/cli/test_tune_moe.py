@@ -60,7 +60,7 @@ def test_ctrl_c_is_its_exit_code_and_no_traceback(tune, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "Neither --model and --shape are given"),
+        ((), "Neither --model nor --shape is given"),
         ((*MODEL, "--shape", "8,8,8,2"), "Both --model and --shape are given"),
         (("--shape", "8,8,8,2", "--tp", "2"), "--tp does not go with --shape"),
         (("--shape", "8,8"), "--shape 8,8 is not a shape"),
