@@ -29,6 +29,7 @@ class CausalLM(nn.Module, abc.ABC):
     """
 
     about: ClassVar[Family]
+    norm_type: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class CausalLM(nn.Module, abc.ABC):
         self.layers = nn.ModuleList(
             [self.make_layer(config, index, tp, dtype, device) for index in range(config.num_hidden_layers)]
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         tied_to = self.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(
             config.hidden_size, config.vocab_size, tp, tied_to=tied_to, dtype=dtype, device=device

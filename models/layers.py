@@ -193,6 +193,7 @@ class DecoderLayer(nn.Module):
     """
 
     mixer_name: ClassVar[str] = "self_attn"
+    mlp_name: ClassVar[str] = "mlp"
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, config: PretrainedConfig, mixer: nn.Module, mlp: nn.Module, dtype, device) -> None:
@@ -201,11 +202,15 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = self.norm_type(size, eps, dtype=dtype, device=device)
         self.add_module(self.mixer_name, mixer)
         self.post_attention_layernorm = self.norm_type(size, eps, dtype=dtype, device=device)
-        self.mlp = mlp
+        self.add_module(self.mlp_name, mlp)
 
     @property
     def mixer(self) -> Any:
         return getattr(self, self.mixer_name)
+
+    @property
+    def feed_forward(self) -> Any:
+        return getattr(self, self.mlp_name)
 
     def forward(
         self,
@@ -220,7 +225,7 @@ class DecoderLayer(nn.Module):
         """x and the result `[T, H]`; `lengths` `[B]` int64, how many tokens of each row are real; both caches of the
         mixer, or None."""
         x = x + self.mixer(self.input_layernorm(x), cos, sin, positions, lengths, cache_a, cache_b)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.feed_forward(self.post_attention_layernorm(x))
 
 
 def activation_of(config: PretrainedConfig) -> tuple[Callable[[Tensor], Tensor], str]:
