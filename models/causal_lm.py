@@ -7,6 +7,7 @@ the name map is the module tree itself; modules made of several checkpoint tenso
 from __future__ import annotations
 
 import abc
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from graphfuse.models.family import Family
+from graphfuse.models.fp8 import quantise
 from graphfuse.models.layers import RMSNorm, RotaryEmbedding, rotary_size
 from graphfuse.models.parallel import ParallelLMHead, VocabParallelEmbedding, replicated
+from graphfuse.models.quantisation import BLOCK, read_quantisation
 from graphfuse.models.sharding import TensorParallel
 from graphfuse.weights.plan import TensorPlan
 
@@ -40,7 +43,9 @@ class CausalLM(nn.Module, abc.ABC):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        tp = TensorParallel.of(tp_group)
+        tp, quantisation = TensorParallel.of(tp_group), read_quantisation(config)
+        if quantisation is not None and quantisation.has_blocks:
+            tp = replace(tp, inner_multiple=BLOCK)
         self.config, self.tp_group, self.num_layers = config, tp.group, config.num_hidden_layers
         self.dtype, self.tp = dtype, tp
         self.embed_tokens = VocabParallelEmbedding(
@@ -48,7 +53,10 @@ class CausalLM(nn.Module, abc.ABC):
         )
         self.rotary = RotaryEmbedding(config, rotary_size(config), dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            [self.make_layer(config, index, tp, dtype, device) for index in range(config.num_hidden_layers)]
+            [
+                quantise(self.make_layer(config, index, tp, dtype, device), f"model.layers.{index}", quantisation)
+                for index in range(config.num_hidden_layers)
+            ]
         )
         self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         tied_to = self.embed_tokens.weight if config.tie_word_embeddings else None
@@ -124,4 +132,6 @@ class CausalLM(nn.Module, abc.ABC):
 
     def ignores(self, name: str) -> bool:
         """Checkpoint tensors that are right to be there and not needed: derived buffers, the copy of a tied weight."""
-        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.lm_head.tied)
+        if name.endswith(("rotary_emb.inv_freq", ".k_scale", ".v_scale")):  # of a quantised cache, which ours is not
+            return True
+        return name == "lm_head.weight" and self.lm_head.tied

@@ -15,7 +15,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from graphfuse.models.fp8_experts import Fp8Experts
 from graphfuse.models.parallel import parameter, reduce_sum, span_copies
+from graphfuse.models.quantisation import Fp8Scheme
 from graphfuse.models.sharding import TensorParallel, even
 from graphfuse.ops.moe import moe_experts
 from graphfuse.weights.plan import Copy, TensorPlan
@@ -39,21 +41,36 @@ class RoutedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts, self.activation, self.tp = num_experts, activation, tp
-        self.shard = even(intermediate_size, tp)
+        self.shard = even(intermediate_size, tp, tp.inner_multiple)
         inner = self.shard.local
         self.gate_up_proj = parameter(num_experts, 2 * inner, hidden_size, dtype=dtype, device=device)
         self.down_proj = parameter(num_experts, hidden_size, inner, dtype=dtype, device=device)
+        self.fp8: Fp8Experts | None = None
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return reduce_sum(self.partial(x, ids, weights), self.tp)
 
     def partial(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """This rank's part of the sum, for callers that have more to add before it is reduced."""
+        if self.fp8 is not None:
+            return self.fp8.experts(self, x, ids, weights)
         return moe_experts(
             x, self.gate_up_proj, self.down_proj, ids, weights, self.num_experts, activation=self.activation
         )
 
+    def quantise(self, scheme: Fp8Scheme) -> None:
+        self.fp8 = Fp8Experts(scheme, self.shard)
+        self.fp8.convert(self)
+
+    def checkpoint_names(self, path: str) -> list[str]:
+        return [f"{path}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+
     def tensor_plans(self, path: str, names: frozenset[str]) -> Iterator[TensorPlan]:
+        yield from self._weight_plans(path, names)
+        if self.fp8 is not None:
+            yield from self.fp8.scale_plans(self, path, names)
+
+    def _weight_plans(self, path: str, names: frozenset[str]) -> Iterator[TensorPlan]:
         full, local = self.shard.full, self.shard.local
         hidden = self.down_proj.shape[1]
         gate, up = self.gate_up_proj[:, :local], self.gate_up_proj[:, local:]  # [E, i, H] each

@@ -167,7 +167,7 @@ class GatedMLP(nn.Module):
     ) -> None:
         """`intermediate_size`: the config's if None."""
         super().__init__()
-        inner = even(intermediate_size or config.intermediate_size, tp)
+        inner = even(intermediate_size or config.intermediate_size, tp, tp.inner_multiple)
         self.activation = activation_of(config)[0]
         parts = {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, bias=bias, dtype=dtype, device=device)

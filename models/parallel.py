@@ -18,7 +18,9 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphfuse.models.sharding import Shard, TensorParallel, even
+from graphfuse.models.fp8 import Fp8Weight
+from graphfuse.models.quantisation import Fp8Scheme
+from graphfuse.models.sharding import Shard, TensorParallel, even, whole
 from graphfuse.weights.plan import Copy, TensorPlan
 
 
@@ -29,19 +31,34 @@ class ColumnParallelLinear(nn.Module):
     checkpoint next to this module: `self_attn.qkv_proj` is made of `self_attn.q_proj`, ...
     """
 
-    shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0, "weight_scale": 0}
 
     def __init__(self, in_features: int, parts: dict[str, Shard], *, bias: bool, dtype, device) -> None:
         super().__init__()
-        self.parts = parts
+        self.in_features, self.parts = in_features, parts
         rows = sum(shard.local for shard in parts.values())
         self.weight = parameter(rows, in_features, dtype=dtype, device=device)
         self.bias = parameter(rows, dtype=dtype, device=device) if bias else None
+        self.fp8: Fp8Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fp8 is not None:
+            return self.fp8.linear(self, x, self.bias)
         return F.linear(x, self.weight, self.bias)
 
-    def tensor_plans(self, path: str, _names: frozenset[str]) -> Iterator[TensorPlan]:
+    def quantise(self, scheme: Fp8Scheme) -> None:
+        self.fp8 = Fp8Weight.of(scheme, tuple(self.parts.values()), whole(self.in_features))
+        self.fp8.convert(self)
+
+    def checkpoint_names(self, path: str) -> list[str]:
+        parent = path.rpartition(".")[0]
+        return [f"{parent}.{part}" for part in self.parts]
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        """The weight that is meant, for modules that multiply it themselves."""
+        return self.weight if self.fp8 is None else self.fp8.dequantised(self, dtype)
+
+    def tensor_plans(self, path: str, names: frozenset[str]) -> Iterator[TensorPlan]:
         parent = path.rpartition(".")[0]
         offset = 0
         for part, shard in self.parts.items():
@@ -51,18 +68,20 @@ class ColumnParallelLinear(nn.Module):
                     shape = (shard.full, *tensor.shape[1:])
                     yield TensorPlan(f"{parent}.{part}.{kind}", shape, copies, tensor)
             offset += shard.local
+        if self.fp8 is not None:
+            yield from self.fp8.scale_plans(self, self.checkpoint_names(path), names)
 
 
 class RowParallelLinear(nn.Module):
     """A projection whose input is divided over the ranks: a partial product each, then their sum, then the bias."""
 
-    shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
-
     def __init__(self, in_shard: Shard, out_features: int, tp: TensorParallel, *, bias: bool, dtype, device) -> None:
         super().__init__()
         self.in_shard, self.tp = in_shard, tp
+        self.shard_dims = {"weight": 1}
         self.weight = parameter(out_features, in_shard.local, dtype=dtype, device=device)
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
+        self.fp8: Fp8Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = reduce_sum(self.partial(x), self.tp)
@@ -70,11 +89,24 @@ class RowParallelLinear(nn.Module):
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the sum, without the bias, for callers that have more to add before it is reduced."""
+        if self.fp8 is not None:
+            return self.fp8.linear(self, x, None)
         return F.linear(x, self.weight)
 
-    def tensor_plans(self, path: str, _names: frozenset[str]) -> Iterator[TensorPlan]:
+    def quantise(self, scheme: Fp8Scheme) -> None:
+        self.fp8 = Fp8Weight.of(scheme, (whole(self.weight.shape[0]),), self.in_shard)
+        self.fp8.convert(self)
+        if scheme.weights == "block":
+            self.shard_dims = {"weight": 1, "weight_scale": 1}
+
+    def checkpoint_names(self, path: str) -> list[str]:
+        return [path]
+
+    def tensor_plans(self, path: str, names: frozenset[str]) -> Iterator[TensorPlan]:
         shape = (self.weight.shape[0], self.in_shard.full)
         yield TensorPlan(f"{path}.weight", shape, span_copies(self.weight, self.in_shard, 1), self.weight)
+        if self.fp8 is not None:
+            yield from self.fp8.scale_plans(self, [path], names)
         if self.bias is not None:
             yield replicated(f"{path}.bias", self.bias)
 

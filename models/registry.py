@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from graphfuse.errors import CheckpointError, GraphfuseError, UnsupportedModelError, brief
 from graphfuse.models.causal_lm import CausalLM
 from graphfuse.models.llama import LlamaForCausalLM, MistralForCausalLM
+from graphfuse.models.quantisation import read_quantisation
 from graphfuse.models.qwen3 import Qwen3ForCausalLM
 from graphfuse.models.qwen3_moe import Qwen3MoeForCausalLM
 
@@ -26,7 +27,7 @@ def resolve(config: PretrainedConfig) -> type[CausalLM]:
 
     Raises:
         UnsupportedModelError: the family is not known, or the checkpoint is of another task (a classifier, say) or
-            quantised.
+            quantised in a way that is not implemented.
     """
     family = FAMILIES.get(config.model_type)
     architectures = getattr(config, "architectures", None) or []
@@ -37,10 +38,7 @@ def resolve(config: PretrainedConfig) -> type[CausalLM]:
             f"{', '.join(sorted(FAMILIES))}. "
             'Load the model with implementation="transformers".'
         )
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(
-            'Quantised checkpoints are not implemented. Use an unquantised one, or implementation="transformers".'
-        )
+    read_quantisation(config)
     return family
 
 

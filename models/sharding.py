@@ -28,6 +28,9 @@ class TensorParallel:
     size: int
     rank: int
 
+    inner_multiple: int = 1
+    """Inner dimensions of MLPs and experts are divided in whole multiples of this: the blocks that share a scale."""
+
     @classmethod
     def of(cls, tp_group: dist.ProcessGroup | DeviceMesh | None) -> TensorParallel:
         """Raises GroupError for a mesh of several dimensions, a group this rank is not in, or what is no group."""
@@ -68,18 +71,29 @@ class Shard:
     local: int
     spans: tuple[Span, ...]
 
+    unit: int = 1
+    """On every rank, spans begin at multiples of this, there and here, and end at one or with the dimension. 0: the
+    dimension is whole on every rank."""
+
     def times(self, factor: int) -> Shard:
         """The same division with `factor` entries for each: heads → rows."""
         spans = tuple(Span(s.source * factor, s.target * factor, s.length * factor) for s in self.spans)
-        return Shard(self.full * factor, self.local * factor, spans)
+        return Shard(self.full * factor, self.local * factor, spans, self.unit * factor)
 
 
-def even(size: int, tp: TensorParallel) -> Shard:
-    """Contiguous parts of ceil(size / tp) entries, padded at the end."""
-    local = -(-size // tp.size)
+def whole(size: int) -> Shard:
+    """Every rank has all of it."""
+    return Shard(size, size, (Span(0, 0, size),), unit=0)
+
+
+def even(size: int, tp: TensorParallel, multiple: int = 1) -> Shard:
+    """Contiguous parts of ceil(size / tp) entries, rounded up to a multiple, padded at the end."""
+    if tp.size == multiple == 1:
+        return whole(size)
+    local = -(-size // (tp.size * multiple)) * multiple
     start = tp.rank * local
     length = min(local, size - start)
-    return Shard(size, local, (Span(start, 0, length),) if length > 0 else ())
+    return Shard(size, local, (Span(start, 0, length),) if length > 0 else (), unit=local)
 
 
 def attention_heads(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> tuple[Shard, Shard]:
@@ -97,4 +111,8 @@ def attention_heads(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> tu
         length = min(per_slot, group - part * per_slot)
         if length > 0:
             queries.append(Span(kv_head * group + part * per_slot, slot * per_slot, length))
-    return Shard(num_heads, slots * per_slot, tuple(queries)), Shard(num_kv_heads, slots, tuple(keys))
+    unit = 0 if tp.size == 1 else 1
+    return (
+        Shard(num_heads, slots * per_slot, tuple(queries), unit),
+        Shard(num_kv_heads, slots, tuple(keys), unit),
+    )

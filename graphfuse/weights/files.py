@@ -30,7 +30,9 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-ITEMSIZES = {**{name: dtype.itemsize for name, dtype in DTYPES.items()}, "U8": 1}
+FP8, FP8_SCALE = "F8_E4M3", "F8_E8M0"
+"""Weights in FP8, read into parameters of that dtype only, and powers of two, which are scales."""
+ITEMSIZES = {**{name: dtype.itemsize for name, dtype in DTYPES.items()}, "U8": 1, FP8: 1, FP8_SCALE: 1}
 """Bytes an element of what can be read: also of packed weights."""
 
 

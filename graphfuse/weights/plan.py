@@ -5,6 +5,7 @@ A model describes itself as a list of `TensorPlan`s. The loader knows nothing of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ class Copy:
 
     source: tuple[slice, ...]
     into: Tensor
+
+    change: Callable[[Tensor], Tensor] | None = None
+    """For scales, which are small: the tensor is read whole, changed by this, and spread over `into`."""
 
 
 @dataclass(frozen=True)
@@ -31,3 +35,9 @@ class TensorPlan:
     target: nn.Parameter
     scales: str | None = None
     """MXFP4: `name` holds blocks, this one their scales (see `mxfp4`); shape and copies are of what they decode to."""
+    also: tuple[tuple[int, ...], ...] = ()
+    """Other shapes that the tensor may have, for scales."""
+
+    @property
+    def is_scale(self) -> bool:
+        return any(copy.change is not None for copy in self.copies)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from graphfuse.errors import CheckpointError, brief
 from graphfuse.weights import mxfp4
-from graphfuse.weights.files import DTYPES, ITEMSIZES, StoredTensor
+from graphfuse.weights.files import DTYPES, FP8, FP8_SCALE, ITEMSIZES, StoredTensor
 from graphfuse.weights.plan import Copy, TensorPlan
 
 BUFFER_BYTES = 64 << 20
@@ -72,22 +72,22 @@ def check(
     """Plans, checkpoint and parameters match exactly, with nothing left over on any side."""
     where = next(iter(stored.values())).file.parent if stored else Path()
     needed = [part for plan in plans for part in _stored_parts(plan)]
-    for name, shape, dtypes in needed:
+    for name, shapes, dtypes in needed:
         tensor = stored.get(name)
         if tensor is None:
             raise CheckpointError(
                 f"The checkpoint {where} has no tensor {name!r}, which the model needs. Check that it is complete "
                 "and belongs to its config.json."
             )
-        if tensor.shape != shape:
+        if tensor.shape not in shapes:
             raise CheckpointError(
                 f"Tensor {name!r} in {tensor.file} has shape {list(tensor.shape)}, but the config asks for "
-                f"{list(shape)}. Check that the weights belong to config.json."
+                f"{list(shapes[0])}. Check that the weights belong to config.json."
             )
         if tensor.dtype not in dtypes:
             raise CheckpointError(
                 f"Tensor {name!r} in {tensor.file} has dtype {tensor.dtype}; readable are {', '.join(dtypes)}. "
-                "Use an unquantised checkpoint."
+                "Check the quantization_config of its config.json, or use an unquantised checkpoint."
             )
     unlisted = sorted(name for name, tensor in stored.items() if not tensor.listed and not ignored(name))
     if unlisted:
@@ -109,12 +109,14 @@ def check(
         raise CheckpointError(f"No tensor of the checkpoint fills {empty[0]!r}. The model's name map is incomplete.")
 
 
-def _stored_parts(plan: TensorPlan) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """The stored tensors that a plan reads: name, shape, and the dtypes it may have."""
-    if plan.scales is None:
-        return [(plan.name, plan.shape, tuple(DTYPES))]
-    blocks, scales = mxfp4.stored_shapes(plan.shape)
-    return [(plan.name, blocks, (mxfp4.STORED,)), (plan.scales, scales, (mxfp4.STORED,))]
+def _stored_parts(plan: TensorPlan) -> list[tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...]]]:
+    """The stored tensors that a plan reads: name, the shapes and the dtypes it may have."""
+    if plan.scales is not None:
+        blocks, scales = mxfp4.stored_shapes(plan.shape)
+        return [(plan.name, (blocks,), (mxfp4.STORED,)), (plan.scales, (scales,), (mxfp4.STORED,))]
+    if plan.target.dtype == torch.float8_e4m3fn:
+        return [(plan.name, (plan.shape,), (FP8,))]
+    return [(plan.name, (plan.shape, *plan.also), (*DTYPES, FP8_SCALE) if plan.is_scale else tuple(DTYPES))]
 
 
 class Reader:
@@ -125,7 +127,11 @@ class Reader:
         self.handle = self._open()
 
     def copy(self, stored: StoredTensor, copy: Copy) -> None:
-        if copy.into.numel() > 0:
+        if copy.into.numel() == 0:
+            return
+        if copy.change is not None:
+            copy.into.copy_(copy.change(self.read(stored, tuple(slice(0, n) for n in stored.shape))))
+        else:
             for source, into in pieces(stored, copy):
                 into.copy_(self.read(stored, source))
 

@@ -45,10 +45,12 @@ def test_a_classifier_is_not_a_language_model():
         registry.resolve(config)
 
 
-def test_a_quantised_checkpoint_is_refused():
+def test_a_checkpoint_quantised_in_another_way_is_refused():
     config = tiny.config("llama")
-    config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(UnsupportedModelError, match="Quantised checkpoints are not implemented"):
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(
+        UnsupportedModelError, match=r"not implemented: quant_method='gptq'; known is FP8"
+    ):
         registry.resolve(config)
 
 

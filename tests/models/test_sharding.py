@@ -65,7 +65,7 @@ def test_head_counts_of_known_models(heads, kv_heads, tp, per_rank):
 
 def test_times_scales_heads_to_rows():
     shard = Shard(3, 2, (Span(2, 0, 1),)).times(64)
-    assert shard == Shard(192, 128, (Span(128, 0, 64),))
+    assert shard == Shard(192, 128, (Span(128, 0, 64),), unit=64)
 
 
 def place(group):
