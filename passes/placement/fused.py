@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graphfuse.ops import attention, fused_all_reduce, mla, moe  # noqa: F401  (register the ops)
+from graphfuse.ops import attention, causal_conv, fused_all_reduce, gated_delta, mla, moe  # noqa: F401  (register)
 from graphfuse.passes.graph_reading import aten
 from graphfuse.passes.placement.call import Call, Operand, all_replicated, ignorance, partials
 from graphfuse.passes.placement.collectives import reduced
@@ -80,6 +80,33 @@ def latent_attention(call: Call) -> Outcome:
     return _with_heads_of(call, "kv_up", found)
 
 
+def convolution(call: Call) -> Outcome:
+    """Channels have filters and caches of their own: all divided by channels, or all whole."""
+    return _by_unit(call, 2, {"x": 2, "weight": 0, "conv_cache": 1})
+
+
+def delta_rule(call: Call) -> Outcome:
+    """Heads have states of their own: all divided by heads, or all whole."""
+    return _by_unit(call, 2, {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "state_cache": 1})
+
+
+def _by_unit(call: Call, dim: int, dims: dict[str, int]) -> Placement:
+    """An op that does the same to each unit of a dimension, with rows' positions and lengths that all units share."""
+    rest = call.operands(("positions", "lengths"))
+    units = [(name, o, d) for name, d in dims.items() for o in call.operands((name,))]
+    operands = [o for _, o, _ in units]
+    no_partial(call, [*operands, *rest])
+    unknown = ignorance([*operands, *rest])
+    if unknown is not None:
+        return unknown
+    if all_replicated([*operands, *rest]):
+        return REPLICATED
+    if all_replicated(rest) and all(o.placement == Shard(d) for _, o, d in units):
+        return Shard(dim)
+    found = ", ".join(f"{name} {o.placement}" for name, o, _ in units)
+    return Unknown(f"{call.name} whose operands are not all divided alike ({found})")
+
+
 def _with_heads_of(call: Call, name: str, found: Placement) -> Placement:
     """`found`, if an operand's first dimension is divided by heads just as the result is."""
     operands = call.operands((name,))
@@ -137,6 +164,8 @@ RULES: dict[Any, Any] = {
     **dict.fromkeys(REDUCING, fused_reduction),
     graphfuse.attention.default: own_attention,
     graphfuse.mla_attention.default: latent_attention,
+    graphfuse.causal_conv.default: convolution,
+    graphfuse.gated_delta.default: delta_rule,
     graphfuse.moe_experts.default: experts,
     **dict.fromkeys(
         (
