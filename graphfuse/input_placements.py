@@ -2,7 +2,7 @@
 
     DTensors                      their own placements
     models with `placements()`    what it says: {name of a parameter, buffer or argument: sharded dimension, or None},
-                                  of an argument that is a list also a list of that
+                                  of an argument that is a list also a list of that, "sum" of what is a summand
     other inputs of either        whole on every rank
     any other module              unknown
 
@@ -72,7 +72,7 @@ class InputPlacements:
         dim = declared[argument or path]
         for index in indices:
             dim = dim[index] if isinstance(dim, Sequence) else dim
-        return Source(name, REPLICATED if dim is None else Shard(dim))
+        return Source(name, REPLICATED if dim is None else PARTIAL if dim == "sum" else Shard(dim))
 
     def _place(self, source: str) -> tuple[str | None, tuple[int, ...], str]:
         """The argument a source is, or is a part of, if it is one, and which part; else its path in the model."""

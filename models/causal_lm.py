@@ -122,7 +122,8 @@ class CausalLM(nn.Module, abc.ABC):
 
     def placements(self) -> dict[str, Any]:
         """Along which dimension each parameter, buffer and argument of `forward` is divided over the ranks; None: it is
-        whole on every rank; a list: one for each part. The proof of placements starts from it."""
+        whole on every rank; "sum": the ranks' parts add up to it; a list: one for each part. The proof of placements
+        starts from it."""
         found: dict[str, Any] = {"kv_caches": [mixer.cache_dims for mixer in self.mixers]}
         for path, module in self.named_modules():
             dims = getattr(module, "shard_dims", {})

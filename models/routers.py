@@ -15,14 +15,18 @@ from graphfuse.models.parallel import parameter
 class TopKRouter(nn.Module):
     """Softmax over all experts in float32, the K largest, made to sum to one if `normalise`."""
 
-    def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, normalise: bool, dtype, device) -> None:
+    def __init__(
+        self, hidden_size: int, num_experts: int, top_k: int, *, normalise: bool, bias: bool = False, dtype, device
+    ) -> None:
         super().__init__()
         self.top_k, self.normalise = top_k, normalise
         self.weight = parameter(num_experts, hidden_size, dtype=dtype, device=device)
+        self.bias = parameter(num_experts, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Expert ids and weights, `[T, K]` each."""
-        probabilities = F.softmax(F.linear(x, self.weight), dim=-1, dtype=torch.float32)  # [T, E]
+        logits = F.linear(x, self.weight, self.bias)  # [T, E]
+        probabilities = F.softmax(logits, dim=-1, dtype=torch.float32)
         weights, ids = torch.topk(probabilities, self.top_k, dim=-1)
         if self.normalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
