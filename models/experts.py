@@ -26,6 +26,9 @@ from graphfuse.weights.plan import Copy, TensorPlan
 class RoutedExperts(nn.Module):
     """The chosen experts' weighted sum, reduced over the ranks."""
 
+    part_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
+    """Of the published form."""
+
     shard_dims: ClassVar[dict[str, int]] = {"gate_up_proj": 1, "down_proj": 2}
 
     def __init__(
@@ -89,11 +92,13 @@ class RoutedExperts(nn.Module):
             yield TensorPlan(name, (self.num_experts, hidden, full), tuple(down), self.down_proj)
             return
         for e in range(self.num_experts):
-            for part, shape, target, dim in (
-                ("gate_proj", (full, hidden), gate[e], 0),
-                ("up_proj", (full, hidden), up[e], 0),
-                ("down_proj", (hidden, full), self.down_proj[e], 1),
+            for part, shape, target, dim, owner in zip(
+                self.part_names,
+                ((full, hidden), (full, hidden), (hidden, full)),
+                (gate[e], up[e], self.down_proj[e]),
+                (0, 0, 1),
+                (self.gate_up_proj, self.gate_up_proj, self.down_proj),
+                strict=True,
             ):
-                owner = self.down_proj if part == "down_proj" else self.gate_up_proj
                 pieces = span_copies(target, self.shard, dim)
                 yield TensorPlan(f"{path}.{e}.{part}.weight", shape, pieces, owner)
