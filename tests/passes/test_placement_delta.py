@@ -9,15 +9,17 @@ import torch
 from graphfuse.passes.placement.lattice import PARTIAL, REPLICATED, Kind, Shard, Unknown
 from tests.passes.test_placement_rules import follow, parts, result, together
 
-POSITIONS, LENGTHS = torch.arange(5).expand(2, 5), torch.tensor([5, 5])
+
+def tokens():
+    return torch.arange(5).expand(2, 5), torch.full((2,), 5)
 
 
 def convolution(x, weight):
-    return torch.ops.graphfuse.causal_conv(x, weight, POSITIONS, LENGTHS, None)
+    return torch.ops.graphfuse.causal_conv(x, weight, *tokens(), None)
 
 
 def delta_rule(q, k, v, g, beta):
-    return torch.ops.graphfuse.gated_delta(q, k, v, g, beta, POSITIONS, LENGTHS, None)
+    return torch.ops.graphfuse.gated_delta(q, k, v, g, beta, *tokens(), None)
 
 
 HEADS = ((2, 5, 3, 4), (2, 5, 3, 4), (2, 5, 6, 2), (2, 5, 6), (2, 5, 6))
