@@ -66,7 +66,7 @@ class RoutedExperts(nn.Module):
         self.fp8.convert(self)
 
     def checkpoint_names(self, path: str) -> list[str]:
-        return [f"{path}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        return [f"{path}.0.{part}" for part in self.part_names]
 
     def tensor_plans(self, path: str, names: frozenset[str]) -> Iterator[TensorPlan]:
         yield from self._weight_plans(path, names)

@@ -80,10 +80,11 @@ class Fp8Experts:
         hidden, inner = whole(module.down_proj.shape[1]), self.shard
         for e in range(module.num_experts):
             gate_up, down = module.gate_up_scale[e], module.down_scale[e]
+            gate_part, up_part, down_part = module.part_names
             for part, into, target, outputs, inputs in (
-                ("gate_proj", gate_up[:half], module.gate_up_scale, inner, hidden),
-                ("up_proj", gate_up[half:], module.gate_up_scale, inner, hidden),
-                ("down_proj", down, module.down_scale, hidden, inner),
+                (gate_part, gate_up[:half], module.gate_up_scale, inner, hidden),
+                (up_part, gate_up[half:], module.gate_up_scale, inner, hidden),
+                (down_part, down, module.down_scale, hidden, inner),
             ):
                 name = first_of(f"{path}.{e}.{part}", WEIGHT_SCALES, names)
                 if self.scheme.weights == "block":
@@ -96,7 +97,7 @@ class Fp8Experts:
                 else:
                     yield scale_plan(name, (), into, target, None)
                 if self.scheme.activations == "static":
-                    owner = module.intermediate_scale if part == "down_proj" else module.tokens_scale
+                    owner = module.intermediate_scale if part == down_part else module.tokens_scale
                     yield input_scale_plan(first_of(f"{path}.{e}.{part}", INPUT_SCALES, names), owner[e], owner)
 
     def _fused(self, module: Any, path: str, names: frozenset[str]) -> Iterator[TensorPlan]:

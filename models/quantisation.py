@@ -78,6 +78,8 @@ def read_quantisation(config: PretrainedConfig) -> Quantisation | None:
     method = values.get("quant_method")
     if method == "fp8":
         return _fine_grained(values)
+    if method == "mxfp4":  # packed weights are decoded while they are read: the model holds none
+        return None
     if method == "compressed-tensors":
         return _compressed_tensors(values)
     raise _unsupported(f"quant_method={brief(method)}")

@@ -9,17 +9,34 @@ from transformers import PretrainedConfig
 
 from graphfuse.errors import CheckpointError, GraphfuseError, UnsupportedModelError, brief
 from graphfuse.models.causal_lm import CausalLM
+from graphfuse.models.family import Family
+from graphfuse.models.gpt_oss import GptOssForCausalLM
 from graphfuse.models.llama import LlamaForCausalLM, MistralForCausalLM
+from graphfuse.models.mixtral import MixtralForCausalLM
 from graphfuse.models.quantisation import read_quantisation
+from graphfuse.models.qwen2 import Qwen2ForCausalLM
+from graphfuse.models.qwen2_moe import Qwen2MoeForCausalLM
 from graphfuse.models.qwen3 import Qwen3ForCausalLM
 from graphfuse.models.qwen3_moe import Qwen3MoeForCausalLM
 
 FAMILIES: dict[str, type[CausalLM]] = {
+    "gpt_oss": GptOssForCausalLM,
     "llama": LlamaForCausalLM,
     "mistral": MistralForCausalLM,
+    "mixtral": MixtralForCausalLM,
+    "qwen2": Qwen2ForCausalLM,
+    "qwen2_moe": Qwen2MoeForCausalLM,
     "qwen3": Qwen3ForCausalLM,
     "qwen3_moe": Qwen3MoeForCausalLM,
 }
+
+
+def families() -> list[tuple[Family, list[str]]]:
+    """What each family says of itself, with the `model_type`s that it serves."""
+    kinds: dict[type[CausalLM], list[str]] = {}
+    for kind, model in FAMILIES.items():
+        kinds.setdefault(model, []).append(kind)
+    return [(model.about, types) for model, types in kinds.items()]
 
 
 def resolve(config: PretrainedConfig) -> type[CausalLM]:
@@ -35,7 +52,7 @@ def resolve(config: PretrainedConfig) -> type[CausalLM]:
         what = brief(config.model_type) + (f" ({brief(', '.join(architectures))[1:-1]})" if architectures else "")
         raise UnsupportedModelError(
             f"There is no model definition for {what}; known, as causal language models: "
-            f"{', '.join(sorted(FAMILIES))}. "
+            f"{', '.join(sorted(FAMILIES))} (`graphfuse models` tells more). "
             'Load the model with implementation="transformers".'
         )
     read_quantisation(config)

@@ -134,7 +134,7 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], files: Sequence[str] = 
 def _check_counts(folder: Path, config: PretrainedConfig, stored: dict[str, StoredTensor]) -> None:
     """Every layer has tensors, and every expert unless they are fused: no loop over more of them than there can be."""
     counts = {"num_hidden_layers": config.num_hidden_layers}
-    if not any(name.endswith(".gate_up_proj") for name in stored):
+    if not any(".experts.gate_up_proj" in name for name in stored):
         counts["num_experts"] = getattr(config, "num_experts", 0)
     for field, count in counts.items():
         if isinstance(count, int) and count > len(stored):
