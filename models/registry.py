@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from graphfuse.errors import CheckpointError, GraphfuseError, UnsupportedModelError, brief
 from graphfuse.models.causal_lm import CausalLM
+from graphfuse.models.deepseek import DeepseekV3ForCausalLM, Glm4MoeLiteForCausalLM, Mistral4ForCausalLM
 from graphfuse.models.family import Family
 from graphfuse.models.gpt_oss import GptOssForCausalLM
 from graphfuse.models.llama import LlamaForCausalLM, MistralForCausalLM
@@ -20,9 +21,12 @@ from graphfuse.models.qwen3 import Qwen3ForCausalLM
 from graphfuse.models.qwen3_moe import Qwen3MoeForCausalLM
 
 FAMILIES: dict[str, type[CausalLM]] = {
+    "deepseek_v3": DeepseekV3ForCausalLM,
+    "glm4_moe_lite": Glm4MoeLiteForCausalLM,
     "gpt_oss": GptOssForCausalLM,
     "llama": LlamaForCausalLM,
     "mistral": MistralForCausalLM,
+    "mistral4": Mistral4ForCausalLM,
     "mixtral": MixtralForCausalLM,
     "qwen2": Qwen2ForCausalLM,
     "qwen2_moe": Qwen2MoeForCausalLM,

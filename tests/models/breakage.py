@@ -9,6 +9,7 @@ from torch import nn
 
 from graphfuse.models.parallel import reduce_sum
 from graphfuse.models.sharding import TensorParallel
+from tests.models import breakage_latent
 
 
 def gamma_ignored(model: nn.Module) -> None:
@@ -24,8 +25,7 @@ def attention_reduction_dropped(model: nn.Module) -> None:
 
 
 def last_reduction_dropped(model: nn.Module) -> None:
-    mlp = model.layers[-1].mlp
-    getattr(mlp, "experts", getattr(mlp, "down_proj", None)).tp = TensorParallel(None, 1, 0)
+    next(m for m in model.layers[-1].mlp.modules() if hasattr(m, "tp")).tp = TensorParallel(None, 1, 0)
 
 
 def embedding_reduction_dropped(model: nn.Module) -> None:
@@ -107,4 +107,4 @@ BREAKAGES: dict[str, Callable[[nn.Module], None]] = {
         gate_forgotten, expert_gate_forgotten, routing_weights_ignored, routing_weights_not_normalised,
         rope_scaling_forgotten,
     )
-}  # fmt: skip
+} | breakage_latent.BREAKAGES  # fmt: skip

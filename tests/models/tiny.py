@@ -11,15 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from tests.models import tiny_latent
 
 COMMON = {"num_hidden_layers": 3, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
 LLAMA3_ROPE = {
@@ -55,7 +59,7 @@ def config(family: str) -> PretrainedConfig:
             vocab_size=63, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=10, norm_topk_prob=True,
             mlp_only_layers=[1], **COMMON,
         )  # fmt: skip
-    raise ValueError(family)
+    return tiny_latent.CONFIGS[family]()
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,7 @@ class Checkpoint:
 def save(family: str, folder: Path) -> Checkpoint:
     """Write the checkpoint and compute transformers' logits in float32."""
     generator = torch.Generator().manual_seed(len(family))
-    model = AutoModelForCausalLM.from_config(
-        config(family), dtype=torch.float32, experts_implementation="eager"
-    ).eval()  # its grouped products ask for sizes in whole 16 bytes
+    model = model_of(config(family)).eval()
     randomise(model, generator)
     model.save_pretrained(folder)
     batch = Batch(torch.randint(0, model.config.vocab_size, (3, 9), generator=generator), (6, 3, 1), 3)
@@ -89,9 +91,18 @@ def save(family: str, folder: Path) -> Checkpoint:
     return Checkpoint(folder, batch, logits)
 
 
+def model_of(config: PretrainedConfig) -> PreTrainedModel:
+    """transformers' model: of the class that the config names, if it does."""
+    options = {"dtype": torch.float32, "experts_implementation": "eager"}  # grouped products ask for whole 16 bytes
+    if config.architectures:
+        return getattr(transformers, config.architectures[0])._from_config(config, **options)
+    return AutoModelForCausalLM.from_config(config, **options)
+
+
 def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Matrices that keep the scale of what they multiply, norm weights around one, biases of every size."""
-    for name, p in model.named_parameters():
+    """Matrices that keep the scale of what they multiply, norm weights around one, biases of every size, also those
+    that are buffers."""
+    for name, p in model.state_dict(keep_vars=True).items():
         noise = torch.randn(p.shape, generator=generator)
         if p.dim() == 1:
             p.data = 0.3 * noise if name.endswith("bias") else 0.5 + torch.rand(p.shape, generator=generator)
