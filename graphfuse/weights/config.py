@@ -124,7 +124,7 @@ def _check_relations(file: Path, config: PretrainedConfig) -> None:
         raise CheckpointError(
             f"{file} chooses {config.num_experts_per_tok} of {experts} experts for each token. Check or download it."
         )
-    window = getattr(config, "sliding_window", None)
+    window = config.sliding_window if getattr(config, "use_sliding_window", hasattr(config, "sliding_window")) else None
     if window is not None and (type(window) is not int or not 1 <= window < 2**62):
         raise CheckpointError(
             f"{file} has sliding_window={brief(window)}. It must be a number of tokens, or null: check the file."

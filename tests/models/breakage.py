@@ -9,7 +9,7 @@ from torch import nn
 
 from graphfuse.models.parallel import reduce_sum
 from graphfuse.models.sharding import TensorParallel
-from tests.models import breakage_latent
+from tests.models import breakage_latent, breakage_mixtures
 
 
 def gamma_ignored(model: nn.Module) -> None:
@@ -25,7 +25,7 @@ def attention_reduction_dropped(model: nn.Module) -> None:
 
 
 def last_reduction_dropped(model: nn.Module) -> None:
-    next(m for m in model.layers[-1].mlp.modules() if hasattr(m, "tp")).tp = TensorParallel(None, 1, 0)
+    next(m for m in model.layers[-1].feed_forward.modules() if hasattr(m, "tp")).tp = TensorParallel(None, 1, 0)
 
 
 def embedding_reduction_dropped(model: nn.Module) -> None:
@@ -41,7 +41,7 @@ def attention_reduction_doubled(model: nn.Module) -> None:
 
 
 def last_reduction_doubled(model: nn.Module) -> None:
-    double_reduction(model.layers[-1].mlp)
+    double_reduction(model.layers[-1].feed_forward)
 
 
 def double_reduction(module: nn.Module) -> None:
@@ -107,4 +107,4 @@ BREAKAGES: dict[str, Callable[[nn.Module], None]] = {
         gate_forgotten, expert_gate_forgotten, routing_weights_ignored, routing_weights_not_normalised,
         rope_scaling_forgotten,
     )
-} | breakage_latent.BREAKAGES  # fmt: skip
+} | breakage_latent.BREAKAGES | breakage_mixtures.BREAKAGES  # fmt: skip

@@ -7,11 +7,12 @@ from functools import cache
 
 import pytest
 
-from tests.models import tiny
+from tests.models import tiny, tiny_packed
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tiny.Checkpoint]:
     """`tiny_checkpoint("llama")` and so on."""
     folder = tmp_path_factory.mktemp("tiny")
-    return cache(lambda family: tiny.save(family, folder / family))
+    makers = {"gpt_oss_packed": tiny_packed.save}
+    return cache(lambda family: makers.get(family, tiny.save)(family, folder / family))

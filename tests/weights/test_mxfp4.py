@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,29 +13,7 @@ from graphfuse.weights import stream
 from graphfuse.weights.files import read_header
 from graphfuse.weights.mxfp4 import decode
 from graphfuse.weights.plan import Copy, TensorPlan
-
-
-def e2m1(code: int) -> float:
-    """A 4-bit float: sign, two bits of exponent with bias 1, one of mantissa; subnormal where the exponent is 0."""
-    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
-    magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1)
-    return -magnitude if sign else magnitude
-
-
-def decoded(blocks, scales):
-    """[E, N, G, 16] and [E, N, G] → [E, N, 32 G], as nested lists of floats."""
-    return [
-        [
-            [
-                math.ldexp(e2m1(code), scale - 127)
-                for block, scale in zip(row, row_scales, strict=True)
-                for byte in block
-                for code in (byte & 15, byte >> 4)
-            ]
-            for row, row_scales in zip(expert, expert_scales, strict=True)
-        ]
-        for expert, expert_scales in zip(blocks.tolist(), scales.tolist(), strict=True)
-    ]
+from tests.weights.mxfp4_reference import decoded
 
 
 def random_packed(experts=3, rows=6, groups=4):
@@ -48,7 +24,7 @@ def random_packed(experts=3, rows=6, groups=4):
 def test_every_code_and_every_scale_is_exact():
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(1, 254, 16, 16)
     scales = torch.arange(254, dtype=torch.uint8)[:, None].expand(1, 254, 16)
-    want = torch.tensor(decoded(blocks, scales), dtype=torch.float64)
+    want = decoded(blocks, scales)
     got = decode(blocks, scales)
     assert got.dtype == torch.float32
     assert torch.equal(got.double()[:, :252], want[:, :252])
@@ -88,8 +64,8 @@ def test_a_rank_takes_any_columns_also_of_part_of_a_block(tmp_path, monkeypatch,
     got = filled(
         tmp_path, target, [Copy((every, every, slice(start, stop)), target.weight)], blocks, scales, apart=apart
     )
-    want = torch.tensor(decoded(blocks, scales))[:, :, start:stop]
-    assert torch.equal(got.float(), want)
+    want = decoded(blocks, scales)[:, :, start:stop]
+    assert torch.equal(got.double(), want)
 
 
 def test_a_rank_takes_rows_into_the_place_that_is_meant_and_the_rest_stays_zero(tmp_path):
@@ -97,7 +73,7 @@ def test_a_rank_takes_rows_into_the_place_that_is_meant_and_the_rest_stays_zero(
     target = Weights(3, 4, 128)
     copy = Copy((slice(None), slice(3, 6), slice(None)), target.weight[:, 1:])
     got = filled(tmp_path, target, [copy], blocks, scales)
-    assert torch.equal(got[:, 1:].float(), torch.tensor(decoded(blocks, scales))[:, 3:])
+    assert torch.equal(got[:, 1:].double(), decoded(blocks, scales)[:, 3:])
     assert (got[:, 0] == 0).all()
 
 

@@ -1,0 +1,65 @@
+"""Tiny configs of Qwen2 and of the mixtures of experts that attend as Llama does.
+
+Sizes divide nothing at two and four ranks, and differ, so that one part's is never taken for another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import GptOssConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig
+
+COMMON: dict[str, Any] = {"num_hidden_layers": 3, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
+
+
+def gpt_oss() -> PretrainedConfig:
+    """Six heads over two key-value heads; 44 inner entries, so that at four ranks no part ends with a block of 32."""
+    return GptOssConfig(
+        hidden_size=64, intermediate_size=44, num_attention_heads=6, num_key_value_heads=2, head_dim=8, vocab_size=61,
+        sliding_window=3, num_local_experts=5, num_experts_per_tok=2, swiglu_limit=1.5, rope_parameters=YARN, **COMMON,
+    )  # fmt: skip
+
+
+def gpt_oss_packed() -> PretrainedConfig:
+    """Inner and hidden sizes in whole blocks of 32, as MXFP4 has them; no part of four is."""
+    config = gpt_oss()
+    config.intermediate_size = 64
+    return config
+
+
+def mixtral() -> PretrainedConfig:
+    return MixtralConfig(
+        hidden_size=40, intermediate_size=26, num_attention_heads=6, num_key_value_heads=3, vocab_size=62,
+        sliding_window=3, num_local_experts=5, num_experts_per_tok=2, **COMMON,
+    )  # fmt: skip
+
+
+def qwen2() -> PretrainedConfig:
+    return Qwen2Config(
+        hidden_size=40, intermediate_size=46, num_attention_heads=5, num_key_value_heads=1, vocab_size=63,
+        use_sliding_window=True, sliding_window=3, max_window_layers=2, tie_word_embeddings=True, **COMMON,
+    )  # fmt: skip
+
+
+def qwen2_moe() -> PretrainedConfig:
+    """A dense layer between two sparse ones."""
+    return Qwen2MoeConfig(
+        hidden_size=40, intermediate_size=46, num_attention_heads=5, num_key_value_heads=5, vocab_size=62,
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=10, shared_expert_intermediate_size=22,
+        mlp_only_layers=[1], norm_topk_prob=False, **COMMON,
+    )  # fmt: skip
+
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    f.__name__: f for f in (gpt_oss, gpt_oss_packed, mixtral, qwen2, qwen2_moe)
+}
