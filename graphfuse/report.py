@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphfuse.report_experts import LOWERED, ExpertsReport, summary
+from graphfuse.report_graph import Surroundings
 
 SCHEMA = 2
 FUSED, MERGED, DECLINED = "fused", "merged", "declined"
@@ -52,6 +53,9 @@ class SiteReport:
     """(dtype, hidden size) under which the gate decided."""
     merged_into: str | None = None
     """Module path of the reduction that took this one in."""
+
+    surroundings: Surroundings | None = field(default=None, compare=False, repr=False)
+    """What stands around it, for the page (`Report.to_html`)."""
 
     def to_json(self) -> dict[str, Any]:
         return {

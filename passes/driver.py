@@ -26,9 +26,11 @@ from graphfuse.passes.expert_layers import expert_layers
 from graphfuse.passes.graph_reading import aten, is_call, module_path
 from graphfuse.passes.reductions import reductions
 from graphfuse.passes.rule import Context, Decline, Rule, Site, Tier
+from graphfuse.passes.surroundings import after_passes, before_passes, emitted
 from graphfuse.passes.verify_reductions import ledger, verify_reductions
 from graphfuse.report import DECLINED, FUSED, MERGED, DeclineReport, SiteReport
 from graphfuse.report_experts import ExpertsReport
+from graphfuse.report_graph import Surroundings
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +74,10 @@ def run_passes(
     graph = module.graph
     dump = dump or Dump(None)
     anchors = reductions(graph)
-    fates = [_Fate(index, module_path(node), _meets_residual(node)) for index, node in enumerate(anchors)]
+    fates = [
+        _Fate(index, module_path(node), _meets_residual(node), before_passes(node))
+        for index, node in enumerate(anchors)
+    ]
     fate_of = dict(zip(anchors, fates, strict=True))
     before = ledger(graph, context.groups)
     result = PassResult()
@@ -112,6 +117,7 @@ def run_passes(
                     reduction_fate.residual = reduction_fate.residual or outcome.residual
                 continue
             norm = module_path(outcome.norm) if outcome.norm is not None else None
+            known = emitted(graph, rule)
             with _blame(rule, "rewrites", path):
                 successor = rule.rewrite(graph, outcome, context)
             matches += 1
@@ -122,6 +128,7 @@ def run_passes(
                 pending.appendleft(successor)
             elif reduction_fate is not None:
                 reduction_fate.fuse(rule, outcome, norm, context)
+                reduction_fate.became = next(iter(emitted(graph, rule) - known), None)
         if matches:
             graph.eliminate_dead_code()
         seconds = time.perf_counter() - started
@@ -133,7 +140,8 @@ def run_passes(
         verify_reductions(graph, before, context.groups, rules)
     graph.lint()
     module.recompile()
-    result.sites = [fate.report() for fate in fates]
+    pictures: dict[Surroundings, Surroundings] = {}
+    result.sites = [fate.report(pictures) for fate in fates]
     result.experts = expert_layers(graph, elsewhere, switches)
     result.seconds = time.perf_counter() - start
     return result
@@ -175,12 +183,14 @@ class _Fate:
     index: int
     module: str
     residual: bool
+    surroundings: Surroundings
     norm: str | None = None
     op: str | None = None
     served_as: tuple[torch.dtype, int] | None = None
     backends: tuple[dict, ...] = ()
     declines: list[DeclineReport] = field(default_factory=list)
     into: _Fate | None = None
+    became: Node | None = None
 
     def fuse(self, rule: Rule, site: Site, norm: str | None, context: Context) -> None:
         self.op, self.norm = site.op, norm
@@ -188,8 +198,13 @@ class _Fate:
             self.served_as = (site.dtype, site.hidden_size)
             self.backends = tuple(context.decide(*self.served_as).to_json()["ranges"])
 
-    def report(self) -> SiteReport:
+    def report(self, pictures: dict[Surroundings, Surroundings]) -> SiteReport:
+        """`pictures` holds each surroundings once."""
+        if self.became is not None and not self.became._erased:
+            self.surroundings = dataclasses.replace(self.surroundings, after=after_passes(self.became))
+        around = pictures.setdefault(self.surroundings, self.surroundings)
         site = SiteReport(self.index, self.module, self.norm, FUSED, self.op, self.backends, (), True, self.served_as)
+        site = dataclasses.replace(site, surroundings=around)
         if self.op is not None:
             return site
         if self.into is not None:

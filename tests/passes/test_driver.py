@@ -1,9 +1,8 @@
-"""The driver: order, switches, fuel, dumps, counters; and the verifier, which notices rules that are wrong."""
+"""The driver: order, switches, fuel, counters; and the verifier, which notices rules that are wrong."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 
 import pytest
@@ -14,7 +13,6 @@ from graphfuse import FuseConfig
 from graphfuse.errors import ConfigError, ReductionProofError, RuleError, UnknownRuleError
 from graphfuse.passes import default_rules
 from graphfuse.passes.driver import run_passes, select_rules
-from graphfuse.passes.dump import Dump
 from graphfuse.passes.fuse_add_rms_norm import FUSE_ADD_RMS_NORM
 from graphfuse.passes.fuse_rms_norm import FUSE_RMS_NORM
 from graphfuse.passes.reductions import all_reduce, sum_over_compiled_group
@@ -131,7 +129,7 @@ def test_fusion_off_rewrites_nothing(group):
     assert {site.outcome() for site in result.sites} == {"fusion is switched off (fusion='off')"}
 
 
-# --- fuel, dumps, counters --------------------------------------------------------------------------------------------
+# --- fuel, counters ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fuel", [0, 1, 2, 3, 9])
@@ -171,65 +169,6 @@ def test_fuel_that_is_no_number_is_an_error(group, monkeypatch):
     monkeypatch.setenv("GRAPHFUSE_FUEL", "-1")
     with pytest.raises(ConfigError, match="GRAPHFUSE_FUEL='-1' is not a number of rewrites"):
         trace(TwoSums(group), torch.ones(6, HIDDEN), group)
-
-
-def test_dumps_are_numbered_and_readable(group, tmp_path):
-    run(flat_layers(1, group.group_name), group, dump=Dump(str(tmp_path / "dump"), prefix="graph0_"))
-    files = sorted(path.name for path in (tmp_path / "dump").glob("*.py"))
-    assert files == [
-        f"graph0_00{i}_{name}.py" for i, name in enumerate(("before", MATCH, MERGE, ADD_NORM, NORM, LOWER))
-    ]
-    before, _, _, after, _, last = ((tmp_path / "dump" / name).read_text() for name in files)
-    assert "torch.ops._c10d_functional.all_reduce.default" in before
-    assert "torch.ops.graphfuse.all_reduce_add_rms_norm.default" in after
-    assert "all_reduce.default" not in after
-    assert last == after
-
-
-def test_a_dump_shows_what_each_rule_changed(group, tmp_path):
-    """A diff for the one rule that rewrote something, and none for the others."""
-    run(flat_layers(1, group.group_name), group, dump=Dump(str(tmp_path), prefix="graph0_"))
-    (diff,) = tmp_path.glob("*.diff")
-    assert diff.name == f"graph0_003_{ADD_NORM}.diff"
-    lines = diff.read_text().splitlines()
-    assert lines[:2] == [f"--- graph0_002_{MERGE}.py", f"+++ graph0_003_{ADD_NORM}.py"]
-    assert sum("_c10d_functional.all_reduce.default" in line for line in lines if line[0] == "-") == 1
-    assert sum("graphfuse.all_reduce_add_rms_norm.default" in line for line in lines if line[0] == "+") == 1
-    assert not [line for line in lines if line[0] == "-" and "mm.default" in line], "the product stays as it is"
-
-
-def test_the_structured_trace_holds_the_graphs_and_the_diff(group, structured_trace):
-    run(flat_layers(1, group.group_name), group)
-    names = [name for name in structured_trace if name.startswith("graphfuse_")]
-    assert names == [
-        "graphfuse_000_before", f"graphfuse_001_{MATCH}", f"graphfuse_002_{MERGE}", f"graphfuse_003_{ADD_NORM}",
-        f"graphfuse_003_{ADD_NORM}.diff", f"graphfuse_004_{NORM}", f"graphfuse_005_{LOWER}",
-    ]  # fmt: skip
-    assert "+++ 003_all_reduce_add_rms_norm.py" in structured_trace[f"graphfuse_003_{ADD_NORM}.diff"]
-
-
-@pytest.fixture
-def structured_trace():
-    """What TORCH_TRACE would write: the text of each artifact by its name."""
-    artifacts: dict[str, str] = {}
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            artifact = record.metadata.get("artifact")
-            if artifact:
-                artifacts[artifact["name"]] = record.payload
-
-    handler = Keep()
-    trace_log = logging.getLogger("torch.__trace")
-    trace_log.addHandler(handler)
-    yield artifacts
-    trace_log.removeHandler(handler)
-
-
-def test_a_dump_folder_that_cannot_be_made_is_an_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be made a folder"):
-        Dump(str(tmp_path / "file" / "dump"))
 
 
 def test_counters_and_times(group):
