@@ -132,7 +132,10 @@ class CausalLM(nn.Module, abc.ABC):
         return found
 
     def ignores(self, name: str) -> bool:
-        """Checkpoint tensors that are right to be there and not needed: derived buffers, the copy of a tied weight."""
+        """Checkpoint tensors that are right to be there and not needed: derived buffers, the copy of a tied weight, a
+        predictor of several tokens at once."""
         if name.endswith(("rotary_emb.inv_freq", ".k_scale", ".v_scale")):  # of a quantised cache, which ours is not
+            return True
+        if name.startswith("mtp."):
             return True
         return name == "lm_head.weight" and self.lm_head.tied

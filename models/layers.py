@@ -50,6 +50,15 @@ class RMSNorm(nn.Module):
         return self.weight * f.to(x.dtype)
 
 
+class ZeroCentredRMSNorm(RMSNorm):
+    """The stored weight is what is added to one, and multiplies in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = x.float()
+        f = f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (f * (1.0 + self.weight.float())).to(x.dtype)
+
+
 class RotaryEmbedding(nn.Module):
     """cos and sin of every token's position, `[B, S, 1, D]` each, in the model's dtype."""
 
@@ -84,15 +93,20 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of each head, x `[B, S, heads, D]`."""
+    """Rotate the two halves of each head, x `[B, S, heads, D]`, or of its first dimensions, as many as cos has."""
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over this rank's heads; with `qk_norm`, queries and keys are normalised per head."""
+    """Grouped-query attention over this rank's heads; with `qk_norm`, queries and keys are normalised per head; with
+    `output_gate`, each head's output is multiplied by the sigmoid of a gate, whose rows follow the head's in q_proj."""
 
     cache_dims: ClassVar[CacheDims] = (2, 2)
+    norm_type: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(
         self,
@@ -103,6 +117,7 @@ class Attention(nn.Module):
         qk_norm: bool,
         sliding_window: int | None,
         output_bias: bool | None = None,
+        output_gate: bool = False,
         dtype,
         device,
     ) -> None:
@@ -115,12 +130,15 @@ class Attention(nn.Module):
         self.scale, self.sliding_window = head_dim**-0.5, sliding_window
         kwargs = {"dtype": dtype, "device": device}
         rows = {name: heads.times(head_dim) for name, heads in parts.items()}
+        self.output_gate = output_gate
+        if output_gate:
+            rows["q_proj"] = q_heads.times(2 * head_dim)
         self.qkv_proj = ColumnParallelLinear(config.hidden_size, rows, bias=bias, **kwargs)
         output_bias = bias if output_bias is None else output_bias
         self.o_proj = RowParallelLinear(q_heads.times(head_dim), config.hidden_size, tp, bias=output_bias, **kwargs)
         self.register_parameter("sinks", None)  # some families' heads have one each
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, **kwargs) if qk_norm else None
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, **kwargs) if qk_norm else None
+        self.q_norm = self.norm_type(head_dim, config.rms_norm_eps, **kwargs) if qk_norm else None
+        self.k_norm = self.norm_type(head_dim, config.rms_norm_eps, **kwargs) if qk_norm else None
 
     def forward(
         self,
@@ -133,13 +151,18 @@ class Attention(nn.Module):
         v_cache: Tensor | None,
     ) -> Tensor:
         batch, length = positions.shape
-        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        heads = [self.num_heads * (2 if self.output_gate else 1), self.num_kv_heads, self.num_kv_heads]
         q, k, v = self.qkv_proj(x).view(batch, length, sum(heads), self.head_dim).split(heads, dim=2)
+        gate = None
+        if self.output_gate:
+            q, gate = q.view(batch, length, self.num_heads, 2, self.head_dim).unbind(3)  # [B, S, Hq, D] each
         q, k = self.normalised(q, k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = attention(
             q, k, v, positions, k_cache, v_cache, self.scale, self.sliding_window, self.sinks
         )  # [B, S, Hq, D]
+        if gate is not None:
+            y = y * torch.sigmoid(gate)
         return self.o_proj(y.view(batch * length, self.num_heads * self.head_dim))
 
     def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,4 +267,5 @@ def head_size(config: PretrainedConfig) -> int:
 
 def rotary_size(config: PretrainedConfig) -> int:
     """How many dimensions of a head are rotated. Latent attention rotates a part of its own size."""
-    return getattr(config, "qk_rope_head_dim", None) or head_size(config)
+    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    return getattr(config, "qk_rope_head_dim", None) or int(head_size(config) * share)

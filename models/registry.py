@@ -18,7 +18,13 @@ from graphfuse.models.quantisation import read_quantisation
 from graphfuse.models.qwen2 import Qwen2ForCausalLM
 from graphfuse.models.qwen2_moe import Qwen2MoeForCausalLM
 from graphfuse.models.qwen3 import Qwen3ForCausalLM
+from graphfuse.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from graphfuse.models.qwen3_moe import Qwen3MoeForCausalLM
+from graphfuse.models.qwen3_next import Qwen3NextForCausalLM
+from graphfuse.weights.config import text_config
+
+TASKS = ("ForCausalLM", "ForConditionalGeneration")
+"""How the architectures that generate text end; the second ones wrap a language model and other modalities."""
 
 FAMILIES: dict[str, type[CausalLM]] = {
     "deepseek_v3": DeepseekV3ForCausalLM,
@@ -31,7 +37,10 @@ FAMILIES: dict[str, type[CausalLM]] = {
     "qwen2": Qwen2ForCausalLM,
     "qwen2_moe": Qwen2MoeForCausalLM,
     "qwen3": Qwen3ForCausalLM,
+    "qwen3_5_moe_text": Qwen3_5MoeForCausalLM,
+    "qwen3_5_text": Qwen3_5ForCausalLM,
     "qwen3_moe": Qwen3MoeForCausalLM,
+    "qwen3_next": Qwen3NextForCausalLM,
 }
 
 
@@ -44,15 +53,15 @@ def families() -> list[tuple[Family, list[str]]]:
 
 
 def resolve(config: PretrainedConfig) -> type[CausalLM]:
-    """The model class for a config.
+    """The model class for a config, or for the `text_config` that it wraps.
 
     Raises:
         UnsupportedModelError: the family is not known, or the checkpoint is of another task (a classifier, say) or
             quantised in a way that is not implemented.
     """
-    family = FAMILIES.get(config.model_type)
+    family = FAMILIES.get(text_config(config).model_type)
     architectures = getattr(config, "architectures", None) or []
-    if family is None or (architectures and not any(name.endswith("ForCausalLM") for name in architectures)):
+    if family is None or (architectures and not any(name.endswith(TASKS) for name in architectures)):
         what = brief(config.model_type) + (f" ({brief(', '.join(architectures))[1:-1]})" if architectures else "")
         raise UnsupportedModelError(
             f"There is no model definition for {what}; known, as causal language models: "
@@ -69,7 +78,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> CausalLM:
-    """The model with zero weights; also on device "meta" and under FakeTensorMode.
+    """The model with zero weights; also on device "meta" and under FakeTensorMode. Of a wrapper, the language model.
 
     Raises:
         UnsupportedModelError: from `resolve`, or a feature that is not implemented.
@@ -77,7 +86,7 @@ def build(
     """
     family = resolve(config)
     try:
-        return family(config, tp_group, dtype=dtype, device=device)
+        return family(text_config(config), tp_group, dtype=dtype, device=device)
     except (GraphfuseError, torch.OutOfMemoryError):
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ def read_config(folder: Path) -> PretrainedConfig:
     _check_values(file, values)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        if config.model_type in FAMILIES:
-            _check_relations(file, config)
+        if text_config(config).model_type in FAMILIES:
+            _check_relations(file, text_config(config))
     except CheckpointError:
         raise
     except Exception as error:  # its classes check what they hold, each in its own way
@@ -70,6 +71,20 @@ def read_config(folder: Path) -> PretrainedConfig:
     if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
         raise CheckpointError(f"{file} has dtype={dtype}, which weights cannot have. Write a floating one.")
     return config
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """What a wrapper of several modalities says of its language model; another config itself. The wrapper decides how
+    the checkpoint is quantised and whether the head is tied."""
+    inner = getattr(config, "text_config", None)
+    if not isinstance(inner, PretrainedConfig):
+        return config
+    inner = copy.copy(inner)
+    inner.tie_word_embeddings = config.tie_word_embeddings
+    for field in ("quantization_config", "dtype"):
+        if getattr(config, field, None) is not None:
+            setattr(inner, field, getattr(config, field))
+    return inner
 
 
 def _check_values(file: Path, values: Any) -> None:
@@ -102,6 +117,9 @@ def _check_values(file: Path, values: Any) -> None:
 def _check_least(file: Path, values: dict[str, Any]) -> None:
     from graphfuse.models.registry import FAMILIES
 
+    inner = values.get("text_config")
+    if isinstance(inner, dict):
+        _check_least(file, inner)
     if values.get("model_type") not in list(FAMILIES):
         return
     for field in LIMITS:

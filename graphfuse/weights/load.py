@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from graphfuse.errors import CheckpointError, ConfigError, GraphfuseError, GroupError, UnsupportedModelError, brief
 from graphfuse.weights import stream
-from graphfuse.weights.config import read_config
+from graphfuse.weights.config import read_config, text_config
 from graphfuse.weights.files import DTYPES, StoredTensor, check_links, find_tensors
+from graphfuse.weights.text_part import text_part
 
 logger = logging.getLogger("graphfuse")
 
@@ -78,9 +79,12 @@ def load(
     stored = find_tensors(folder)
     if implementation == "transformers":
         return _load_transformers(folder, tp.group, dtype, device)
-    if config.model_type in registry.FAMILIES:
-        _check_counts(folder, config, stored)
-    config_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else None
+    text = text_config(config)
+    if text is not config:
+        stored = text_part(stored)
+    if text.model_type in registry.FAMILIES:
+        _check_counts(folder, text, stored)
+    config_dtype = text.dtype if isinstance(text.dtype, torch.dtype) else None
     model_dtype = dtype or stream.default_dtype(config_dtype, stored)
     try:
         shapes = registry.build(config, tp.group, model_dtype, "meta")

@@ -9,6 +9,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from graphfuse.errors import UnsupportedModelError
 from graphfuse.models import registry
+from graphfuse.models.layers import rotate
 from graphfuse.models.llama import LlamaForCausalLM, MistralForCausalLM
 from graphfuse.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3SlidingDecoderLayer
 from graphfuse.models.qwen3_moe import (
@@ -34,7 +35,8 @@ def test_each_family_resolves(family, model):
 
 def test_an_unknown_family_is_told_the_known_ones():
     with pytest.raises(
-        UnsupportedModelError, match=r"'gpt2'; known.*: llama, mistral, qwen3, qwen3_moe. Load .*transf"
+        UnsupportedModelError,
+        match=r"'gpt2'; known.*llama, .*mistral, .*qwen3, .*\(`graphfuse models` .* Load .*transf",
     ):
         registry.resolve(GPT2Config())
 
@@ -48,9 +50,7 @@ def test_a_classifier_is_not_a_language_model():
 def test_a_checkpoint_quantised_in_another_way_is_refused():
     config = tiny.config("llama")
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(
-        UnsupportedModelError, match=r"not implemented: quant_method='gptq'; known is FP8"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"not implemented: quant_method='gptq'; known is FP8"):
         registry.resolve(config)
 
 
@@ -60,10 +60,22 @@ def test_a_changing_rotary_embedding_is_refused():
         registry.build(config, device="meta")
 
 
-def test_a_partial_rotary_embedding_is_refused():
+def test_a_partial_rotary_embedding_leaves_the_rest_of_each_head_as_it_is():
     rope = {**tiny.LLAMA3_ROPE, "partial_rotary_factor": 0.5}
+    model = registry.build(LlamaConfig(hidden_size=32, num_attention_heads=4, rope_parameters=rope))
+    cos, sin = model.rotary(torch.tensor([[3]]))
+    assert cos.shape == (1, 1, 1, 4)
+    x = torch.randn(1, 1, 2, 8)
+    rotated = rotate(x, cos, sin)
+    assert torch.equal(rotated[..., 4:], x[..., 4:])
+    assert torch.equal(rotated[..., :4], rotate(x[..., :4], cos, sin))
+    assert not torch.allclose(rotated[..., :4], x[..., :4])
+
+
+def test_a_rotary_embedding_of_another_size_than_its_part_of_a_head_is_refused():
+    rope = {**tiny.LLAMA3_ROPE, "partial_rotary_factor": 0.4}  # 3 of 8 dimensions, which have no pairs
     config = LlamaConfig(hidden_size=32, num_attention_heads=4, rope_parameters=rope)
-    with pytest.raises(UnsupportedModelError, match="covers 4 of 8 dimensions"):
+    with pytest.raises(UnsupportedModelError, match="covers 4 of 3 dimensions"):
         registry.build(config, device="meta")
 
 
