@@ -11,8 +11,10 @@ from graphfuse.errors import CheckpointError, GraphfuseError, UnsupportedModelEr
 from graphfuse.models.causal_lm import CausalLM
 from graphfuse.models.deepseek import DeepseekV3ForCausalLM, Glm4MoeLiteForCausalLM, Mistral4ForCausalLM
 from graphfuse.models.family import Family
+from graphfuse.models.glm4_moe import Glm4MoeForCausalLM
 from graphfuse.models.gpt_oss import GptOssForCausalLM
 from graphfuse.models.llama import LlamaForCausalLM, MistralForCausalLM
+from graphfuse.models.minimax_m2 import MiniMaxM2ForCausalLM
 from graphfuse.models.mixtral import MixtralForCausalLM
 from graphfuse.models.quantisation import read_quantisation
 from graphfuse.models.qwen2 import Qwen2ForCausalLM
@@ -28,9 +30,11 @@ TASKS = ("ForCausalLM", "ForConditionalGeneration")
 
 FAMILIES: dict[str, type[CausalLM]] = {
     "deepseek_v3": DeepseekV3ForCausalLM,
+    "glm4_moe": Glm4MoeForCausalLM,
     "glm4_moe_lite": Glm4MoeLiteForCausalLM,
     "gpt_oss": GptOssForCausalLM,
     "llama": LlamaForCausalLM,
+    "minimax_m2": MiniMaxM2ForCausalLM,
     "mistral": MistralForCausalLM,
     "mistral4": Mistral4ForCausalLM,
     "mixtral": MixtralForCausalLM,

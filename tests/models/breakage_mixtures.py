@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from graphfuse.models.sharding import TensorParallel
+
 
 def sinks_forgotten(model: nn.Module) -> None:
     model.layers[1].self_attn.sinks = None
@@ -70,7 +72,7 @@ def shared_expert_forgotten(model: nn.Module) -> None:
 
 
 def weights_made_to_sum_to_one(model: nn.Module) -> None:
-    model.layers[0].mlp.gate.normalise = True
+    model.layers[2].mlp.gate.normalise = True
 
 
 def weights_left_as_they_are(model: nn.Module) -> None:
@@ -82,6 +84,37 @@ def gate_and_up_exchanged(model: nn.Module) -> None:
     weight.copy_(torch.cat(weight.chunk(2, 1)[::-1], 1))
 
 
+def whole_heads_rotated(model: nn.Module) -> None:
+    """By the frequencies of whole heads."""
+    size = model.config.head_dim
+    model.rotary.inv_freq = 1.0 / (model.config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2) / size))
+
+
+def heads_normalised_alone(model: nn.Module) -> None:
+    attention = model.layers[1].self_attn
+
+    def normalised(q, k):
+        return tuple(
+            gamma.weight.view(x.shape[2:]) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + gamma.eps)
+            for x, gamma in ((q, attention.q_norm), (k, attention.k_norm))
+        )
+
+    attention.normalised = normalised
+
+
+def ranks_normalise_alone(model: nn.Module) -> None:
+    model.layers[0].self_attn.tp = TensorParallel(None, 1, 0)
+
+
+def other_gammas(model: nn.Module) -> None:
+    weight = model.layers[0].self_attn.k_norm.weight
+    weight.copy_(weight.roll(1))
+
+
+def bias_of_experts_forgotten(model: nn.Module) -> None:
+    model.layers[1].feed_forward.gate.e_score_correction_bias = None
+
+
 BREAKAGES: dict[str, Callable[[nn.Module], None]] = {
     f.__name__: f
     for f in (
@@ -89,5 +122,6 @@ BREAKAGES: dict[str, Callable[[nn.Module], None]] = {
         router_not_normalised, clamp_forgotten, gate_bias_forgotten, gates_and_ups_swapped, down_bias_forgotten,
         down_bias_added_by_every_rank, first_weight_forgotten, scaling_of_rotations_forgotten, shared_gate_forgotten,
         shared_expert_forgotten, weights_made_to_sum_to_one, weights_left_as_they_are, gate_and_up_exchanged,
+        whole_heads_rotated, heads_normalised_alone, ranks_normalise_alone, other_gammas, bias_of_experts_forgotten,
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""gpt-oss, Mixtral, Qwen2 and Qwen2-MoE: parity with transformers, and the copies whose broken part is noticed."""
+"""GLM-4.5, gpt-oss, MiniMax-M2, Mixtral, Qwen2 and Qwen2-MoE: parity with transformers, and what breaks it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 
 from tests.models.parity import TOLERANCE, compare, compiled, identity
 
-FAMILIES = ["gpt_oss", "gpt_oss_packed", "mixtral", "qwen2", "qwen2_moe"]
+FAMILIES = [
+    "glm4_moe", "glm4_moe_plain", "gpt_oss", "gpt_oss_packed", "minimax_m2", "mixtral", "qwen2", "qwen2_moe",
+]  # fmt: skip
 QUICK = {(family, identity) for family in FAMILIES} | {("gpt_oss", compiled)}
 CASES = [
     pytest.param(family, tp, wrap, marks=() if tp == 2 and (family, wrap) in QUICK else pytest.mark.slow)
@@ -23,7 +25,9 @@ EVERYWHERE = [
     "attention_reduction_doubled",
     "last_reduction_doubled",
 ]
-BROKEN = [(family, part) for family in FAMILIES if family != "gpt_oss_packed" for part in EVERYWHERE] + [
+BROKEN = [
+    (family, part) for family in FAMILIES if family not in ("gpt_oss_packed", "glm4_moe_plain") for part in EVERYWHERE
+] + [
     ("gpt_oss", "qkv_bias_forgotten"),
     ("gpt_oss", "output_bias_added_by_every_rank"),
     ("gpt_oss", "sinks_forgotten"),
@@ -41,6 +45,20 @@ BROKEN = [(family, part) for family in FAMILIES if family != "gpt_oss_packed" fo
     ("gpt_oss", "rope_scaling_forgotten"),
     ("gpt_oss", "scaling_of_rotations_forgotten"),
     ("gpt_oss_packed", "gates_and_ups_swapped"),
+    ("glm4_moe", "qkv_bias_forgotten"),
+    ("glm4_moe", "qk_norm_forgotten"),
+    ("glm4_moe", "whole_heads_rotated"),
+    ("glm4_moe", "correction_bias_forgotten"),
+    ("glm4_moe", "correction_bias_weighs"),
+    ("glm4_moe", "groups_ignored"),
+    ("glm4_moe", "routing_scale_forgotten"),
+    ("glm4_moe", "shared_experts_forgotten"),
+    ("glm4_moe_plain", "weights_made_to_sum_to_one"),
+    ("minimax_m2", "heads_normalised_alone"),
+    ("minimax_m2", "ranks_normalise_alone"),
+    ("minimax_m2", "other_gammas"),
+    ("minimax_m2", "whole_heads_rotated"),
+    ("minimax_m2", "bias_of_experts_forgotten"),
     ("mixtral", "window_off_by_one"),
     ("mixtral", "weights_left_as_they_are"),
     ("mixtral", "gate_and_up_exchanged"),

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import GptOssConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig
+from transformers import (
+    Glm4MoeConfig,
+    GptOssConfig,
+    MiniMaxM2Config,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+)
 
 COMMON: dict[str, Any] = {"num_hidden_layers": 3, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
 YARN = {
@@ -20,6 +28,24 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 16,
 }
+
+
+def glm4_moe() -> PretrainedConfig:
+    """A dense layer before two sparse ones; half of each head is rotated."""
+    return Glm4MoeConfig(
+        hidden_size=40, intermediate_size=46, num_attention_heads=6, num_key_value_heads=2, head_dim=8, vocab_size=63,
+        n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, moe_intermediate_size=10,
+        n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=1.7, use_qk_norm=True, attention_bias=True,
+        partial_rotary_factor=0.5, **COMMON,
+    )  # fmt: skip
+
+
+def glm4_moe_plain() -> PretrainedConfig:
+    """As GLM-4.5-Air: no norm of queries and keys, one group of experts; no bias either."""
+    config = glm4_moe()
+    config.use_qk_norm, config.attention_bias = False, False
+    config.n_group, config.topk_group, config.norm_topk_prob = 1, 1, False
+    return config
 
 
 def gpt_oss() -> PretrainedConfig:
@@ -35,6 +61,13 @@ def gpt_oss_packed() -> PretrainedConfig:
     config = gpt_oss()
     config.intermediate_size = 64
     return config
+
+
+def minimax_m2() -> PretrainedConfig:
+    return MiniMaxM2Config(
+        hidden_size=40, intermediate_size=22, num_attention_heads=6, num_key_value_heads=2, head_dim=8, vocab_size=61,
+        num_local_experts=7, num_experts_per_tok=3, rotary_dim=4, **COMMON,
+    )  # fmt: skip
 
 
 def mixtral() -> PretrainedConfig:
@@ -61,5 +94,5 @@ def qwen2_moe() -> PretrainedConfig:
 
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    f.__name__: f for f in (gpt_oss, gpt_oss_packed, mixtral, qwen2, qwen2_moe)
+    f.__name__: f for f in (glm4_moe, glm4_moe_plain, gpt_oss, gpt_oss_packed, minimax_m2, mixtral, qwen2, qwen2_moe)
 }
