@@ -28,9 +28,9 @@ from transformers.activations import ACT2FN
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from graphfuse.kernels.sizes import ceil_div
 from graphfuse.ops.moe import moe_experts
 from graphfuse.ops.moe_formulas import Formula, identify
-from graphfuse.ops.moe_reference import ceil_div
 
 log = logging.getLogger(__name__)
 

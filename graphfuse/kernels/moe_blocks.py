@@ -29,6 +29,15 @@ def tile_of(program, num_row_blocks, num_column_blocks, group_m):
 
 
 @triton.jit
+def from_first(ids, first_expert):
+    """Ids as int32 counted from the first expert held here; what is negative or too large stays so."""
+    ids -= first_expert
+    if ids.dtype == tl.int64:
+        ids = tl.minimum(tl.maximum(ids, -1), 0x7FFFFFFF)
+    return ids.to(tl.int32)
+
+
+@triton.jit
 def choices_of(
     block,
     ids_ptr,
@@ -52,9 +61,9 @@ def choices_of(
         valid = (rows < tl.load(blocks_ptr + 3 * block + 2)) & (expert >= 0)  # of no expert, the rest is not written
         choices = tl.load(order_ptr + rows, mask=valid, other=0)
     else:
-        expert = tl.load(ids_ptr + block).to(tl.int32) - first_expert
+        expert = from_first(tl.load(ids_ptr + block), first_expert)
         at = tl.arange(0, CHOICES)
-        same = tl.load(ids_ptr + at, mask=at < num_choices, other=-1).to(tl.int32) - first_expert == expert
+        same = from_first(tl.load(ids_ptr + at, mask=at < num_choices, other=-1), first_expert) == expert
         same = (same & (at < num_choices)).to(tl.int32)
         before = tl.sum(same * (at < block).to(tl.int32))
         number = tl.cumsum(same, 0) - 1 - before  # of each choice of this expert, from this block's first

@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphfuse.kernels.moe_blocks import from_first
+from graphfuse.kernels.sizes import ceil_div, power_of_two
+
 
 @triton.jit(do_not_specialize=["first_expert", "num_experts"])
 def _combine(
@@ -35,7 +38,7 @@ def _combine(
     out = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
         choice = token * TOP_K + k
-        expert = tl.load(ids_ptr + choice).to(tl.int32) - first_expert
+        expert = from_first(tl.load(ids_ptr + choice), first_expert)
         end = tl.where((expert >= 0) & (expert < num_experts), H, 0)
         row = tl.load(choices_ptr + choice * H + column, mask=column < end, other=0.0).to(tl.float32)
         weight = tl.load(weights_ptr + choice).to(tl.float32)
@@ -55,8 +58,8 @@ def combine(
     """choices `[T * K, H]`, topk_ids and topk_weights `[T, K]`, out `[T, H]`, all contiguous; T at least 1.
     launch: keyword arguments of a dependent launch."""
     tokens, hidden = out.shape
-    block = min(triton.next_power_of_2(hidden), 256 if tokens < 64 else 1024)
-    _combine[(tokens, triton.cdiv(hidden, block))](
+    block = min(power_of_two(hidden), 256 if tokens < 64 else 1024)
+    _combine[(tokens, ceil_div(hidden, block))](
         choices, topk_ids, topk_weights, out, first_expert, num_experts, hidden,
         TOP_K=topk_ids.shape[1], BLOCK=block, num_warps=max(1, block // 256), **launch,
     )  # fmt: skip

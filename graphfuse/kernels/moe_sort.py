@@ -20,6 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphfuse.kernels.moe_blocks import from_first
+from graphfuse.kernels.sizes import ceil_div, power_of_two
+
 ONE_PROGRAM = 2048
 CHUNK = 1024
 PLACED = 256  # at once: each thread waits for the counters it raises
@@ -47,7 +50,7 @@ def _plan(counts, cursor_ptr, blocks_ptr, max_blocks, BINS: tl.constexpr, BLOCK_
 @triton.jit
 def _experts(ids_ptr, at, first_expert, num_experts, num_choices, BINS: tl.constexpr):
     """Experts of choices, counted from the first held here; BINS - 1, which is none of them, for those not held."""
-    expert = tl.load(ids_ptr + at, mask=at < num_choices, other=-1).to(tl.int32) - first_expert
+    expert = from_first(tl.load(ids_ptr + at, mask=at < num_choices, other=-1), first_expert)
     held = (at < num_choices) & (expert >= 0) & (expert < num_experts)
     return tl.where(held, expert, BINS - 1), held
 
@@ -123,21 +126,21 @@ def sort_choices(
     positions end); blocks behind the last have expert -1. launch: keyword arguments of a dependent launch.
     """
     choices = topk_ids.numel()
-    bins = triton.next_power_of_2(num_experts + 1)
+    bins = power_of_two(num_experts + 1)
     num_blocks = max_blocks(choices, num_experts, block_size_m)
     sizes = [-(-size // 4) * 4 for size in (choices, 3 * num_blocks, bins)]  # whole 16 bytes: one kernel for all sizes
     order, blocks, cursor = torch.empty(sum(sizes), dtype=torch.int32, device=topk_ids.device).split(sizes)
     if choices <= ONE_PROGRAM:
-        chunk = triton.next_power_of_2(max(choices, 128))
+        chunk = power_of_two(max(choices, 128))
         sort_in_one_program[(1,)](
             topk_ids, order, cursor, blocks, first_expert, num_experts, choices, num_blocks,
             BINS=bins, BLOCK_M=block_size_m, CHUNK=chunk, num_warps=max(4, min(32, chunk // 128)), **launch,
         )  # fmt: skip
         return order, blocks, num_blocks
     counts = torch.zeros(bins, dtype=torch.int32, device=topk_ids.device)
-    grid = (triton.cdiv(choices, CHUNK),)
+    grid = (ceil_div(choices, CHUNK),)
     count[grid](topk_ids, counts, first_expert, num_experts, choices, BINS=bins, CHUNK=CHUNK)
     plan[(1,)](counts, cursor, blocks, num_blocks, BINS=bins, BLOCK_M=block_size_m, num_warps=8)
-    grid = (triton.cdiv(choices, PLACED),)
+    grid = (ceil_div(choices, PLACED),)
     place[grid](topk_ids, order, cursor, first_expert, num_experts, choices, BINS=bins, CHUNK=PLACED)
     return order, blocks, num_blocks

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphfuse.kernels.moe_product import group_scale, round_to
+from graphfuse.kernels.sizes import ceil_div, power_of_two
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def _quantise(
 def quantise(x: Tensor, group: int, dtype: torch.dtype, launch: dict[str, bool]) -> tuple[Tensor, Tensor]:
     """x `[R, N]` with rows of adjacent numbers; group at most 65,536. Returns out `[R, N]`, scales `[R, G]` float32.
     launch: keyword arguments of a dependent launch."""
-    scales = torch.empty(x.shape[0], triton.cdiv(x.shape[1], group), dtype=torch.float32, device=x.device)
+    scales = torch.empty(x.shape[0], ceil_div(x.shape[1], group), dtype=torch.float32, device=x.device)
     return _launch(x, scales, group, dtype, launch, static=False), scales
 
 
@@ -65,10 +66,10 @@ def _launch(
 ) -> Tensor:
     rows, size = x.shape
     group = min(group, size)
-    num_groups, columns = triton.cdiv(size, group), triton.next_power_of_2(group)
-    groups = min(triton.next_power_of_2(num_groups), max(1, 2048 // columns))
+    num_groups, columns = ceil_div(size, group), power_of_two(group)
+    groups = min(power_of_two(num_groups), max(1, 2048 // columns))
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
-    _quantise[(rows, triton.cdiv(num_groups, groups))](
+    _quantise[(rows, ceil_div(num_groups, groups))](
         x, out, scales, size, x.stride(0), STATIC=static, GROUP=group, GROUPS=groups, COLUMNS=columns,
         num_warps=max(1, min(16, groups * columns // 512)), **launch,
     )  # fmt: skip

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from graphfuse.errors import ArgumentError
+from graphfuse.kernels.sizes import ceil_div
 from graphfuse.ops import moe_grouped, moe_reference
-from graphfuse.ops.moe_reference import ACTIVATIONS, GATE_UP_LAYOUTS, ExpertWeights, ceil_div
+from graphfuse.ops.moe_reference import ACTIVATIONS, GATE_UP_LAYOUTS, ExpertWeights
 
 
 @torch.library.custom_op("graphfuse::moe_experts", mutates_args=())

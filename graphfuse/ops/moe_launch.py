@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from graphfuse.kernels.moe_combine import combine
@@ -26,6 +25,7 @@ from graphfuse.kernels.moe_product import AS_IS, SCALED, STATIC
 from graphfuse.kernels.moe_scales import BLOCKS, CHANNELS, NONE, ROWS, TENSOR
 from graphfuse.kernels.moe_sort import sort_choices
 from graphfuse.kernels.quantise import quantise, quantise_static
+from graphfuse.kernels.sizes import ceil_div, power_of_two
 from graphfuse.ops.moe_reference import ExpertWeights
 from graphfuse.ops.moe_triton import FP8
 from graphfuse.tuning.moe_tiles import Tile, Tiles
@@ -91,8 +91,8 @@ def run(
     middle = torch.empty(choices, inner, dtype=stored, device=tokens.device)
     middle_scales = middle
     if groups_whole:
-        middle_scales = middle.new_empty(choices, triton.cdiv(inner, half), dtype=torch.float32)
-    gate_up[(num_blocks * triton.cdiv(inner, half),)](
+        middle_scales = middle.new_empty(choices, ceil_div(inner, half), dtype=torch.float32)
+    gate_up[(num_blocks * ceil_div(inner, half),)](
         x.x, weights.gate_up, _or(weights.gate_up_bias, x.x), middle, middle_scales, _or(intermediate_scale, x.x),
         *routing, x.scale, _or(weights.gate_up_scale, x.x), *counts, top_k, inner, hidden,
         0.0 if activation_limit is None else activation_limit, x.x.stride(0), *_strides(weights.gate_up, weights),
@@ -116,11 +116,11 @@ def run(
         x = _Operand(middle, AS_IS, middle, NONE, 0)
     tile = tiles.down
     by_choice = torch.empty(choices, hidden, dtype=dtype, device=tokens.device)
-    column_blocks = triton.cdiv(hidden, tile.block_size_n)
+    column_blocks = ceil_div(hidden, tile.block_size_n)
     run = 1
     while inner <= SHORT_PRODUCT and run < 8 and num_blocks * column_blocks > 2 * run * PROGRAMS_TO_SPARE:
         run *= 2
-    down[(num_blocks * triton.cdiv(column_blocks, run),)](
+    down[(num_blocks * ceil_div(column_blocks, run),)](
         x.x, weights.down, _or(weights.down_bias, x.x), by_choice, *routing, x.scale, _or(weights.down_scale, x.x),
         *counts, hidden, inner, *_strides(weights.down, weights), x.stride_scale, _stride(weights.down_scale),
         tile.group_size_m, block_n,
@@ -143,7 +143,7 @@ def _operand(
         kind, stride = (ROWS, scale.stride(0)) if rows else (TENSOR, _per_expert(scale))
         grouped = rows and block_k > 0 and scale.shape[1] > 1
         if block_k and not grouped:  # one scale for all groups of a row
-            scale = scale.expand(x.shape[0], triton.cdiv(x.shape[1], block_k)).contiguous() if rows else scale
+            scale = scale.expand(x.shape[0], ceil_div(x.shape[1], block_k)).contiguous() if rows else scale
             grouped, stride = rows, scale.stride(0) if rows else stride
         return _Operand(x, SCALED if grouped else AS_IS, scale, kind, stride)
     if scale is not None and scale.numel() > 1:
@@ -165,7 +165,7 @@ def _dependent_launch(tokens: Tensor) -> dict[str, bool]:
 
 def _few(choices: int) -> int:
     """A power of two that they fit in: one of few, so that few kernels are compiled."""
-    return 16 if choices <= 16 else max(128, triton.next_power_of_2(choices))
+    return 16 if choices <= 16 else max(128, power_of_two(choices))
 
 
 def _rows_adjacent(x: Tensor) -> Tensor:

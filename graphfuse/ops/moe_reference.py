@@ -2,7 +2,7 @@
 
 It rounds where the eager modules of the families round (after each projection and product, in the compute dtype) and
 sums over the choices in float32. Quantised weights are dequantised one expert at a time. A projection of quantised
-activations multiplies what is stored, times its scales, in float32, and rounds once.
+activations multiplies what is stored, times its scales, in float32 (float64 for float64), and rounds once.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ExpertWeights:
         elif factor.dim() == 2 and self.block_shape is not None:
             factor = _spread(_spread(factor, 0, self.block_shape[0], matrix.shape[0]), 1, self.block_shape[1],
                              matrix.shape[1])  # fmt: skip
-        return (matrix.float() * factor).to(dtype)
+        return (matrix.to(torch.promote_types(dtype, torch.float32)) * factor).to(dtype)
 
 
 def run(
@@ -81,13 +81,13 @@ def run(
     dtype: torch.dtype,
 ) -> Tensor:
     """`[T, H]`; `local_ids` `[T, K]` count from the first expert held here, others are skipped."""
+    accumulate_in = torch.promote_types(dtype, torch.float32)
     dynamic_tokens, static_scale = dynamic, tokens_scale
     if tokens.dtype.is_floating_point and tokens.dtype.itemsize > 1:
         tokens = tokens.to(dtype)
     else:
-        tokens = _dequantise_tokens(tokens, tokens_scale, weights.block_shape)
+        tokens = _dequantise_tokens(tokens.to(accumulate_in), tokens_scale, weights.block_shape)
         dynamic_tokens, static_scale = False, None
-    accumulate_in = torch.promote_types(dtype, torch.float32)
     accumulator = torch.zeros(tokens.shape, dtype=accumulate_in, device=tokens.device)
     held = (local_ids >= 0) & (local_ids < weights.num_experts)
     for index in torch.unique(local_ids[held]).tolist():
@@ -118,10 +118,6 @@ def gated_activation(gate_up: Tensor, interleaved: bool, activation: str, limit:
     return ACTIVATIONS[activation](gate, up)
 
 
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _output_first(weight: Tensor, transposed: bool) -> tuple[int, int, int]:
     experts, a, b = weight.shape
     return (experts, b, a) if transposed else (experts, a, b)
@@ -137,12 +133,12 @@ def _dequantise_tokens(tokens: Tensor, scale: Tensor | None, block_shape: tuple[
     scale = scale.float()
     if scale.dim() == 2 and scale.shape[1] > 1 and block_shape is not None:
         scale = _spread(scale, 1, block_shape[1], tokens.shape[1])
-    return tokens.float() * scale
+    return tokens * scale
 
 
 def _rounded(x: Tensor, scale: Tensor | None, dynamic: bool, index: int, weights: ExpertWeights) -> Tensor:
-    """x as it comes back from storage in the weights' dtype, in float32, with a static scale (of this expert, or one
-    for all) or with scales found on the fly; x itself if there is neither."""
+    """x as it comes back from storage in the weights' dtype, in float32 at least, with a static scale (of this expert,
+    or one for all) or with scales found on the fly; x itself if there is neither."""
     dtype = weights.gate_up.dtype
     if scale is not None:
         step = scale[index if scale.numel() > 1 else 0].float()
@@ -155,7 +151,7 @@ def _rounded(x: Tensor, scale: Tensor | None, dynamic: bool, index: int, weights
         stored = stored.clamp(-_largest(dtype), _largest(dtype))
     else:
         stored = stored.round().clamp(torch.iinfo(dtype).min, _largest(dtype))
-    return stored.to(dtype).float() * step
+    return stored.to(dtype).to(torch.promote_types(x.dtype, torch.float32)) * step
 
 
 def _steps(x: Tensor, largest: float, block_shape: tuple[int, ...] | None) -> Tensor:

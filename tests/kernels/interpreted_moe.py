@@ -45,12 +45,12 @@ def arithmetic_and_memory_of_gpus():
         yield
 
 
-def run(layer, tokens, ids, topk_weights, tiles=FEW, tokens_scale=None):
+def run(layer, tokens, ids, topk_weights, tiles=FEW, tokens_scale=None, first_expert=0):
     w, scale = layer.weights, layer.tokens_scale if tokens_scale is None else tokens_scale
     assert moe_triton.can_run(tokens, w, layer.dtype, layer.activation) is None
     got = moe_triton.run(
         tokens, w, ids, topk_weights, layer.activation, layer.activation_limit, scale, layer.intermediate_scale,
-        layer.dynamic, layer.dtype, tiles,
+        layer.dynamic, layer.dtype, tiles, first_expert,
     )  # fmt: skip
     assert (got.shape, got.dtype, got.is_contiguous()) == (tokens.shape, layer.dtype, True)
     return got
@@ -206,11 +206,26 @@ def test_routings(routing, ids_dtype, tiles):
     assert torch.equal(got[nowhere], torch.zeros_like(got[nowhere]))
 
 
+@BOTH_PATHS
+@pytest.mark.parametrize("first_expert", [0, 7])
+def test_an_id_is_of_an_expert_held_here_or_of_none_whatever_int32_makes_of_it(first_expert):
+    layer = make_layer(num_experts=4)
+    far = [first_expert + 2**32, first_expert + 3 - 2**32, 2**31, -(2**31), 2**63 - 1, -(2**63)]
+    ids = torch.tensor([[first_expert + 2, id] for id in far])
+    tokens, _, weights = make_inputs(layer, *ids.shape)
+    nobody = torch.tensor([[first_expert + 2, -1]] * len(far))
+    want = run(layer, tokens, nobody, weights, first_expert=first_expert)
+    assert torch.equal(run(layer, tokens, ids, weights, first_expert=first_expert), want)
+
+
+@BOTH_PATHS
 @pytest.mark.parametrize("form", ["unscaled", pytest.param("channel, dynamic", marks=slow), "block, dynamic"])
 def test_the_shares_of_two_ranks_with_their_own_experts_sum_up(form):
     layer = make_layer(form, dtype=torch.float32, num_experts=5, block_shape=(32, 32))
     tokens, ids, weights = make_inputs(layer, 6, 3)
-    shares = [run(_slice(layer, first, last), tokens, ids - first, weights) for first, last in [(0, 2), (2, 5)]]
+    shares = [
+        run(_slice(layer, first, last), tokens, ids, weights, first_expert=first) for first, last in [(0, 2), (2, 5)]
+    ]
     torch.testing.assert_close(shares[0] + shares[1], run(layer, tokens, ids, weights), rtol=1e-5, atol=1e-5)
 
 
