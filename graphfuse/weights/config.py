@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from graphfuse.errors import CheckpointError, brief
 from graphfuse.jsonfile import read_json
@@ -22,7 +22,15 @@ LIMITS = {
     "num_attention_heads": 1 << 14,
     "num_key_value_heads": 1 << 14,
     "head_dim": 1 << 14,
+    "q_lora_rank": 1 << 20,
+    "kv_lora_rank": 1 << 20,
+    "qk_nope_head_dim": 1 << 14,
+    "qk_rope_head_dim": 1 << 14,
+    "v_head_dim": 1 << 14,
     "num_experts": 1 << 18,
+    "n_routed_experts": 1 << 18,
+    "n_group": 1 << 14,
+    "topk_group": 1 << 14,
     "num_experts_per_tok": 1 << 14,
     "max_position_embeddings": 1 << 32,
 }
@@ -33,6 +41,9 @@ LIMITS_BY_LAST_WORD = {"layers": 1 << 12, "layer": 1 << 12, "experts": 1 << 18, 
 is made before anything else could notice that there are 10^9 layers."""
 
 MAY_BE_ZERO = ("num_experts",)
+
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""A `model_type` of a published checkpoint, and the one under which transformers has the same config."""
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -52,7 +63,7 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise CheckpointError(f"{file} cannot be read ({brief(error)}). Check or download it again.") from error
     _check_values(file, values)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = _from_values(folder, values)
         if text_config(config).model_type in FAMILIES:
             _check_relations(file, text_config(config))
     except CheckpointError:
@@ -71,6 +82,13 @@ def read_config(folder: Path) -> PretrainedConfig:
     if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
         raise CheckpointError(f"{file} has dtype={dtype}, which weights cannot have. Write a floating one.")
     return config
+
+
+def _from_values(folder: Path, values: dict[str, Any]) -> PretrainedConfig:
+    known = ALIASES.get(str(values.get("model_type")))
+    if known is None:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return CONFIG_MAPPING[known].from_dict({**values, "model_type": known})
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -120,7 +138,7 @@ def _check_least(file: Path, values: dict[str, Any]) -> None:
     inner = values.get("text_config")
     if isinstance(inner, dict):
         _check_least(file, inner)
-    if values.get("model_type") not in list(FAMILIES):
+    if values.get("model_type") not in [*FAMILIES, *ALIASES]:
         return
     for field in LIMITS:
         value, least = values.get(field), 0 if field in MAY_BE_ZERO else 1
@@ -137,10 +155,16 @@ def _check_relations(file: Path, config: PretrainedConfig) -> None:
             f"{file} has {config.num_attention_heads} attention heads for {config.num_key_value_heads} key-value "
             "heads. The first must be a multiple of the second: check or download the file."
         )
-    experts = getattr(config, "num_experts", 0)
+    experts = getattr(config, "num_experts", 0) or getattr(config, "n_routed_experts", 0)
     if experts and not 1 <= config.num_experts_per_tok <= experts:
         raise CheckpointError(
             f"{file} chooses {config.num_experts_per_tok} of {experts} experts for each token. Check or download it."
+        )
+    groups, chosen = getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1
+    if chosen < groups and (experts % groups or experts < 2 * groups):
+        raise CheckpointError(
+            f"{file} divides {experts} experts into {groups} groups. Each must have as many, and two at least: check "
+            "or download the file."
         )
     window = config.sliding_window if getattr(config, "use_sliding_window", hasattr(config, "sliding_window")) else None
     if window is not None and (type(window) is not int or not 1 <= window < 2**62):

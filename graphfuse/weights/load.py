@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from graphfuse.errors import CheckpointError, ConfigError, GraphfuseError, GroupError, UnsupportedModelError, brief
+from graphfuse.errors import CheckpointError, ConfigError, GraphfuseError, UnsupportedModelError, brief
+from graphfuse.integrations.transformers_tp import shard_if_whole
 from graphfuse.weights import stream
 from graphfuse.weights.config import read_config, text_config
 from graphfuse.weights.files import DTYPES, StoredTensor, check_links, find_tensors
@@ -41,7 +43,8 @@ def load(
 ) -> nn.Module:
     """Load a causal language model, every rank of `tp_group` its own part.
 
-    A rank's peak memory is its part plus a bounded buffer. No collective runs, except inside transformers.
+    A rank's peak memory is its part plus a bounded buffer; where transformers' model is sharded over some of the processes
+    only, it is the whole model. No collective runs, except inside transformers.
 
     Args:
         path_or_hub_id: a folder with config.json and safetensors weights (read without any network), or the id of a
@@ -139,7 +142,7 @@ def _check_counts(folder: Path, config: PretrainedConfig, stored: dict[str, Stor
     """Every layer has tensors, and every expert unless they are fused: no loop over more of them than there can be."""
     counts = {"num_hidden_layers": config.num_hidden_layers}
     if not any(".experts.gate_up_proj" in name for name in stored):
-        counts["num_experts"] = getattr(config, "num_experts", 0)
+        counts |= {field: getattr(config, field, 0) for field in ("num_experts", "n_routed_experts")}
     for field, count in counts.items():
         if isinstance(count, int) and count > len(stored):
             raise CheckpointError(
@@ -176,7 +179,8 @@ def default_device(group: dist.ProcessGroup | None) -> torch.device:
 def _load_transformers(
     folder: Path, group: dist.ProcessGroup | None, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> nn.Module:
-    """Its from_pretrained; over several ranks sharded by its own plan, which always spans all processes."""
+    """Its from_pretrained, sharded by its own plan. Over all processes each rank reads its part; transformers cannot do
+    that over some of them, nor on another device than it would choose, so there the model is whole at first."""
     if (folder / ADAPTER).exists():
         raise CheckpointError(
             f"{folder} holds an adapter ({ADAPTER}), whose weights transformers would load too, pickled or from "
@@ -184,29 +188,22 @@ def _load_transformers(
         )
     size = 1 if group is None else dist.get_world_size(group)
     wanted = torch.device(device) if device is not None else default_device(group)
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    by_parts = size > 1 and size == dist.get_world_size() and current is not None and wanted.type == current.type
     try:
-        if size == 1:
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", **SAFE)
-            return model.to(wanted).eval()
-        if size != dist.get_world_size():
-            raise GroupError(
-                f"transformers shards over all {dist.get_world_size()} processes, but the group has {size}. Pass the "
-                'group of all processes, or implementation="graphfuse".'
-            )
-        current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if wanted.type != (current.type if current is not None else "cpu"):
-            raise ConfigError(
-                f"transformers shards on {current or 'cpu'}, not on {wanted}. Leave device out, or pass "
-                'implementation="graphfuse".'
-            )
-        from transformers.distributed.configuration_utils import DistributedConfig
+        options: dict[str, Any] = {"dtype": dtype or "auto", **SAFE}
+        if by_parts:
+            from transformers.distributed.configuration_utils import DistributedConfig
 
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or "auto", distributed_config=DistributedConfig(tp_size=size), **SAFE
-        ).eval()
-    except GraphfuseError:
-        raise
-    except torch.OutOfMemoryError:
+            options["distributed_config"] = DistributedConfig(tp_size=size)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, **options).eval().requires_grad_(False)
+        if by_parts:
+            return model
+        model = model.to(wanted)
+        if group is not None:
+            shard_if_whole(model, group)
+        return model
+    except (GraphfuseError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # every model checks its config in its own way
         raise CheckpointError(
