@@ -102,6 +102,10 @@ class RowParallelLinear(nn.Module):
     def checkpoint_names(self, path: str) -> list[str]:
         return [path]
 
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        """The weight that is meant, for modules that multiply it themselves."""
+        return self.weight if self.fp8 is None else self.fp8.dequantised(self, dtype)
+
     def tensor_plans(self, path: str, names: frozenset[str]) -> Iterator[TensorPlan]:
         shape = (self.weight.shape[0], self.in_shard.full)
         yield TensorPlan(f"{path}.weight", shape, span_copies(self.weight, self.in_shard, 1), self.weight)

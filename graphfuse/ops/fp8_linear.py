@@ -1,7 +1,7 @@
 """Linear layers in FP8 as two ops: `graphfuse::quantise_fp8` rounds activations, `graphfuse::fp8_linear` multiplies.
 
     q, s = quantise_fp8(x, form, scale)         s: given, or the largest magnitude of each token or group over 448
-    y = sum over k of (q * s)[t, k] * (weight * weight_scale)[n, k]  + bias[n]         in float32, rounded once
+    y = sum over k of (q * s)[t, k] * (weight * weight_scale)[n, k]  + bias[n]         in float32 (float64 for float64)
 
 Two ops, so that several linears share one rounded input, and a pass lets the reduction and norm before them give it
 (`passes/fuse_quantised_norm.py`). The plain formulas run on the CPU; on CUDA the rounding is a Triton kernel, and the
@@ -115,8 +115,8 @@ def fp8_linear(
             None if bias is None else bias.to(out_dtype),
         )
     else:
-        y = _plain(rows, scales, weight, weight_scale, block_shape)
-        y = (y if bias is None else y + bias.float()).to(out_dtype)
+        y = _plain(rows, scales, weight, weight_scale, block_shape, torch.promote_types(out_dtype, torch.float32))
+        y = (y if bias is None else y + bias.to(y.dtype)).to(out_dtype)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -133,17 +133,25 @@ def dequantised(weight: Tensor, weight_scale: Tensor, block_shape: Sequence[int]
         weight_scale = weight_scale.repeat_interleave(block_shape[0], 0)[:n].repeat_interleave(block_shape[1], 1)[:, :k]
     elif weight_scale.dim() == 1:
         weight_scale = weight_scale[:, None]
-    return (weight.float() * weight_scale).to(dtype)
+    return (weight.to(torch.promote_types(dtype, torch.float32)) * weight_scale).to(dtype)
 
 
-def _plain(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, block_shape: Sequence[int] | None):
-    """The formula in float32, `[T, N]`. Scales of whole rows are left to the end: products of FP8 are exact."""
+def _plain(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    block_shape: Sequence[int] | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The formula in float32 or float64, `[T, N]`. Scales of whole rows are left to the end: products of FP8 are
+    exact."""
     by_row = x_scale.numel() == 1 or x_scale.shape[-1] == 1
-    left = x.float() if by_row else _spread_inputs(x.float(), x_scale)
+    left = x.to(dtype) if by_row else _spread_inputs(x.to(dtype), x_scale)
     if block_shape is None:
-        y = F.linear(left, weight.float()) * weight_scale
+        y = F.linear(left, weight.to(dtype)) * weight_scale
     else:
-        y = F.linear(left, dequantised(weight, weight_scale, block_shape, torch.float32))
+        y = F.linear(left, dequantised(weight, weight_scale, block_shape, dtype))
     return y * x_scale if by_row else y
 
 

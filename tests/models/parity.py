@@ -38,9 +38,11 @@ def compiled_as_it_is(model: nn.Module, group: Any) -> nn.Module:
     return graphfuse.compile(model.requires_grad_(False), group)
 
 
-def rank_logits(group: Any, path: Path, batch: Batch, wrap: Wrap, break_it: str | None) -> dict[str, Tensor]:
+def rank_logits(
+    group: Any, path: Path, batch: Batch, wrap: Wrap, break_it: str | None, dtype: Any
+) -> dict[str, Tensor]:
     """Task of one rank: logits without cache, and with cache for each prompt's last token and each decoded one."""
-    model = load(path, group)
+    model = load(path, group, dtype=dtype)
     if break_it is not None:
         BREAKAGES[break_it](model)
     caches = model.new_kv_caches(max_batch=4, max_len=16)
@@ -69,9 +71,17 @@ class Comparison:
     ranks_agree: bool
 
 
-def compare(ranks: Any, checkpoint: Checkpoint, tp: int, wrap: Wrap, break_it: str | None = None) -> Comparison:
+def compare(
+    ranks: Any,
+    checkpoint: Checkpoint,
+    tp: int,
+    wrap: Wrap,
+    break_it: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Comparison:
+    """`dtype`: in which the model is loaded; the checkpoint's if None."""
     batch = checkpoint.batch
-    results = ranks.run(tp, rank_logits, checkpoint.path, batch, wrap, break_it, timeout=120.0)
+    results = ranks.run(tp, rank_logits, checkpoint.path, batch, wrap, break_it, dtype, timeout=120.0)
     agree = all(torch.equal(results[0][kind], other[kind]) for other in results[1:] for kind in other)
     lengths = torch.tensor(batch.prompt_lengths)
     at = lengths[:, None] - 1 + torch.arange(batch.num_decoded + 1)  # [B, steps]
