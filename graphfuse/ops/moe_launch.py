@@ -14,6 +14,7 @@ Legend: T tokens, H hidden, E experts held here, I intermediate size here, K cho
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ def run(
         tile.group_size_m, block_n,
         X=x.how, X_SCALE=x.scale_kind, W_SCALE=_w_scale(weights, weights.down_scale),
         BIAS=weights.down_bias is not None, ONE_SCALE=_in_one_block(tile.block_size_n, 0, block_n),
-        **sizes, **launch, RUN=run, EVEN_N=hidden % tile.block_size_n == 0,
+        **sizes, **launch, RUN=run, EVEN_N=hidden % (run * tile.block_size_n) == 0,
         **_tile(tile, inner, block_k, weights.transposed),
     )  # fmt: skip
     combine(by_choice, topk_ids, topk_weights, first_expert, experts, out, launch)
@@ -158,9 +159,15 @@ def _operand(
 
 def _dependent_launch(tokens: Tensor) -> dict[str, bool]:
     """Let a kernel start while the one before it ends (Hopper and later): what it does first overlaps with that."""
-    if tokens.is_cuda and torch.cuda.get_device_capability(tokens.device) >= (9, 0):
+    if tokens.is_cuda and _capability(tokens.device) >= (9, 0):
         return {"DEPENDENT_LAUNCH": True, "launch_pdl": True}
     return {"DEPENDENT_LAUNCH": False}
+
+
+@lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """What torch asks the driver for each time."""
+    return torch.cuda.get_device_capability(device)
 
 
 def _few(choices: int) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from graphfuse.ops import moe_launch, moe_reference, moe_triton
 from graphfuse.tuning.moe_tiles import Tile, Tiles
-from tests.kernels.interpreter_as_gpus import arithmetic_of_gpus
+from tests.kernels.interpreter_as_gpus import arithmetic_of_gpus, no_reads_of
 from tests.kernels.moe_layers import FORMS, exact, make_inputs, make_layer, quantise_tokens
 
 FEW = Tiles(Tile(16, 128, 64), Tile(16, 128, 64))  # few programs, which are what takes time here
@@ -269,6 +269,20 @@ def test_programs_that_make_several_blocks_of_columns(form, programs, monkeypatc
     want = run(layer, *args)
     monkeypatch.setattr(moe_launch, "PROGRAMS_TO_SPARE", programs)  # 8 blocks a program, or a few
     assert torch.equal(run(layer, *args), want)
+
+
+@pytest.mark.parametrize("programs", [0, 1 << 20], ids=["several blocks of columns", "one"])
+@pytest.mark.parametrize("matrix", ["gate_up", "down"])
+@pytest.mark.parametrize("sizes", [(96, 48), (75, 37)])
+def test_nothing_behind_the_weights_is_read(sizes, matrix, programs, monkeypatch):
+    monkeypatch.setattr(moe_launch, "PROGRAMS_TO_SPARE", programs)
+    layer = make_layer(num_experts=2, hidden_size=sizes[0], intermediate_size=sizes[1])
+    weights = getattr(layer.weights, matrix)
+    memory = torch.zeros(2 * weights.numel() + (1 << 16), dtype=weights.dtype)
+    held, behind = memory[: weights.numel()], memory[weights.numel() :]
+    layer = replace(layer, weights=replace(layer.weights, **{matrix: held.copy_(weights.flatten()).view_as(weights)}))
+    with no_reads_of(behind):
+        check(layer, *make_inputs(layer, 4, 2), SMALL)
 
 
 @pytest.mark.parametrize("form", ["unscaled", pytest.param("channel, dynamic", marks=slow), "block, dynamic"])

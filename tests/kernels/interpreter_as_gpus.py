@@ -42,6 +42,21 @@ def arithmetic_of_gpus() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def no_reads_of(forbidden: torch.Tensor) -> Iterator[None]:
+    """While it is entered, a kernel that reads the memory of a contiguous tensor fails, whatever it does with it."""
+    load = interpreter.InterpreterBuilder.create_masked_load
+    first, end = forbidden.data_ptr(), forbidden.data_ptr() + forbidden.nbytes
+
+    def checked(builder, pointers, mask, *args):
+        read = np.asarray(pointers.data)[np.asarray(mask.data, dtype=bool)]
+        assert not ((read >= first) & (read < end)).any(), "a kernel reads memory that is not its own"
+        return load(builder, pointers, mask, *args)
+
+    with mock.patch.object(interpreter.InterpreterBuilder, "create_masked_load", checked):
+        yield
+
+
 def _convert(data, source, target, rounding_mode):
     if source not in _TORCH or target not in _TORCH:
         return _convert_float(data, source, target, rounding_mode)
