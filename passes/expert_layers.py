@@ -41,6 +41,8 @@ class ExpertLayer:
     dtype: torch.dtype
     activation: str
     shape: MoeShape
+    rounds_tokens: bool = False
+    """Whether tokens are rounded in the product, since each expert has a static scale for them."""
 
     @classmethod
     def of(cls, node: Node) -> ExpertLayer:
@@ -54,12 +56,15 @@ class ExpertLayer:
             gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale, blocks,
             argument(node, "gate_up_layout") == "interleaved", bool(argument(node, "transposed")),
         )  # fmt: skip
-        rounds = argument(node, "dynamic") or argument(node, "tokens_scale") is not None
+        tokens_scale = value(argument(node, "tokens_scale"))
+        rounds = argument(node, "dynamic") or tokens_scale is not None
+        rounds_tokens = tokens_scale is not None and tokens.dtype.itemsize > 1 and tokens_scale.numel() > 1
         experts, hidden, intermediate = weights.down_shape
         shape = MoeShape(
             int(experts), int(intermediate), int(hidden), int(ids.shape[1]), _name(gate_up.dtype, bool(rounds)), blocks
         )
-        return cls(tokens, weights, argument(node, "out_dtype") or tokens.dtype, argument(node, "activation"), shape)
+        dtype, activation = argument(node, "out_dtype") or tokens.dtype, argument(node, "activation")
+        return cls(tokens, weights, dtype, activation, shape, rounds_tokens)
 
     def report(self, module: str, status: str, **more: Any) -> ExpertsReport:
         shape = self.shape

@@ -57,12 +57,9 @@ def rewrite(_graph: Graph, site: Site, context: Context) -> None:
 def _table(layer: ExpertLayer, context: Context) -> Found:
     """Launch parameters for a layer. Raises `SchemaError` for a damaged file."""
     facts, shape = context.facts(), layer.shape
-    rounded = shape.dtype is not None and shape.dtype.endswith("a8")
-    token_bytes = 1 if rounded else layer.dtype.itemsize
-    limits = Limits(
-        facts.shared_memory or device_shared_memory(), token_bytes, layer.weights.gate_up.dtype.itemsize,
-        shape.block_shape,
-    )  # fmt: skip
+    limits = Limits.of(
+        shape, facts.shared_memory or device_shared_memory(), layer.dtype.itemsize, rounds_tokens=layer.rounds_tokens
+    )
     key = (shape, limits)
     if key not in context.moe_tables:
         if facts.gpu is None:

@@ -68,9 +68,10 @@ def experts_forward(
     x = tokens if is_fp8 else tokens.to(gate_up.dtype)
     kernel = ""
     if tokens.is_cuda and not torch.compiler.is_compiling():
+        scale = quantised.get("tokens_scale")
         kernel = _kernel(
             tuple(down.shape), bool(m.is_transposed), topk_ids.shape[1], x.dtype, down.dtype,
-            quantised.get("block_shape"), tokens.device, moe_config_dir,
+            quantised.get("block_shape"), scale is not None and scale.numel() > 1, tokens.device, moe_config_dir,
         )  # fmt: skip
     out = moe_experts(
         x, gate_up, down, topk_ids, topk_weights, gate_up.shape[0],
@@ -146,6 +147,7 @@ def _kernel(
     tokens: torch.dtype,
     weights: torch.dtype,
     block_shape: tuple[int, int] | None,
+    rounds_tokens: bool,
     device: torch.device,
     folder: str | None,
 ) -> str:
@@ -157,8 +159,7 @@ def _kernel(
     experts, hidden, intermediate = (down[0], down[2], down[1]) if transposed else down
     is_fp8 = weights.itemsize == 1
     shape = MoeShape(experts, intermediate, hidden, top_k, "fp8_w8a8" if is_fp8 else None, block_shape)
-    token_bytes = 1 if is_fp8 else tokens.itemsize
-    limits = Limits(device_shared_memory(), token_bytes, weights.itemsize, block_shape)
+    limits = Limits.of(shape, device_shared_memory(), tokens.itemsize, rounds_tokens=rounds_tokens)
     found = find_table(shape, torch.cuda.get_device_name(device), folder=folder, limits=limits)
     log.info("experts of %s: %s%s", shape, found.source, "".join(f"; {note}" for note in found.notes))
     return found.table.to_text()

@@ -57,7 +57,7 @@ def read_file(file: Path, shape: MoeShape, limits: Limits | None, running: Versi
         said += [f"{down_file.name}: {note}" for note in (*down.ignored, *down_notes)]
     said += _span_notes([num_tokens for num_tokens, _ in entries])
     if limits:
-        fitted = [(n, fit(tiles, limits.at(n * shape.top_k))) for n, tiles in entries]
+        fitted = [(n, fit(tiles, limits)) for n, tiles in entries]
         said += _fit_notes(
             [n for (n, before), (_, after) in zip(entries, fitted, strict=True) if before != after], limits
         )

@@ -15,10 +15,6 @@ MIN_BLOCK = 16
 """Columns that a block keeps: what tensor cores work on at once."""
 
 
-UNSORTED_CHOICES = 256
-"""No fewer than in ops/moe_launch.py: up to so many choices, tokens in groups may be rounded in the product itself."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What the launch parameters of a shape must keep to on a device."""
@@ -33,20 +29,17 @@ class Limits:
     block_shape: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, shape: MoeShape, shared_memory: int | None = None, float_bytes: int = 2) -> Limits:
+    def of(
+        cls, shape: MoeShape, shared_memory: int | None = None, float_bytes: int = 2, *, rounds_tokens: bool = False
+    ) -> Limits:
         """The limits of a shape, by the name of its dtype: 8-bit weights (w8), 8-bit tokens (a8), else floats.
 
-        With static scales, 8-bit tokens come as floats and are rounded in the product; so they may without blocks.
+        8-bit tokens are rounded before the product, or in it (`rounds_tokens`) where each expert has a static scale.
         """
         name = shape.dtype or ""
-        token_bytes = 1 if "a8" in name and shape.block_shape else float_bytes
+        token_bytes = 1 if "a8" in name and not rounds_tokens else float_bytes
         weight_bytes = 1 if ("w8" in name or "w4" in name) and "a8" in name else float_bytes
         return cls(shared_memory, token_bytes, weight_bytes, shape.block_shape)
-
-    def at(self, num_choices: int) -> Limits:
-        """The limits for a number of choices."""
-        rounds = self.block_shape is not None and num_choices <= UNSORTED_CHOICES
-        return dataclasses.replace(self, token_bytes=2) if rounds and self.token_bytes == 1 else self
 
 
 def shared_memory_bytes(tile: Tile, limits: Limits) -> int:

@@ -49,7 +49,7 @@ class MoeTable:
         if tiles is None:
             tiles = self.tuned(num_tokens) or self._heuristic(num_tokens)
             if self.limits:
-                tiles = fit(tiles, self.limits.at(num_tokens * self.shape.top_k))
+                tiles = fit(tiles, self.limits)
             self._chosen[num_tokens] = tiles
         return tiles
 

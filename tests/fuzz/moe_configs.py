@@ -56,10 +56,7 @@ def read_config(folder: Path, data: bytes) -> None:
         assert tuned == sorted(set(tuned)) and tuned[0] > 0
         for num_tokens in (tuned[0], tuned[-1]):
             tiles = table.tiles(num_tokens)
-            assert (
-                max(shared_memory_bytes(tile, LIMITS.at(8 * num_tokens)) for tile in (tiles.gate_up, tiles.down))
-                <= SMALL_MEMORY
-            )
+            assert max(shared_memory_bytes(tile, LIMITS) for tile in (tiles.gate_up, tiles.down)) <= SMALL_MEMORY
         provenance = Contents.read_file(place / f"{NAME}.json").provenance
         if provenance is not None:
             written = write_table(folder / "written", table, provenance)

@@ -158,7 +158,7 @@ def test_eager_experts_on_a_gpu_take_the_table_of_their_shape_once(monkeypatch, 
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
     integration._kernel.cache_clear()
-    place = torch.device("cuda", 0), str(tmp_path)
+    place = False, torch.device("cuda", 0), str(tmp_path)
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
     plain, blocks = MoeShape(4, 24, 32, 2), MoeShape(4, 24, 32, 2, "fp8_w8a8", (128, 128))
     for transposed, down, dtype, shape in (

@@ -133,12 +133,16 @@ def test_ranks_with_different_gpus_take_the_heuristic(folder):
 
 FORMS = [
     (Experts(FP8, tokens_scale=torch.ones(1), intermediate_scale=torch.ones(1)), "fp8_w8a8", (1, 1)),
+    (Experts(FP8, tokens_scale=torch.ones(E), intermediate_scale=torch.ones(1)), "fp8_w8a8", (2, 1)),
     (Experts(FP8, dynamic=True), "fp8_w8a8", (1, 1)),
-    (Experts(FP8), "fp8_w8a16", (2, 1)),
+    (Experts(FP8), "fp8_w8a16", (2, 2)),
 ]
+"""Layers, the name of their format, and bytes of a token's number and a weight as they are multiplied or stored."""
 
 
-@pytest.mark.parametrize(("layer", "dtype", "num_bytes"), FORMS, ids=["static", "dynamic", "weights alone"])
+@pytest.mark.parametrize(
+    ("layer", "dtype", "num_bytes"), FORMS, ids=["static", "static for each expert", "dynamic", "weights alone"]
+)
 def test_quantised_experts_are_named_as_tuning_files_name_them(layer, dtype, num_bytes):
     traced = lowered(layer)
     (table,) = tables(traced)

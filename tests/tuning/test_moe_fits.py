@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from graphfuse.tuning.moe_inputs import make_weights
+from graphfuse.tuning.moe_inputs import Layer, make_weights
 from graphfuse.tuning.moe_shared_memory import Limits, fit, shared_memory_bytes
 from graphfuse.tuning.moe_tiles import MoeShape, Tile, Tiles
 from tests.tuning.moe import SMALL_MEMORY, find
@@ -31,7 +32,9 @@ FORMS = {
     "bf16": MoeShape(4, 512, 1024, 2),
     "bf16_bias_interleaved": MoeShape(4, 512, 1024, 2),
     "fp8_tensor": MoeShape(4, 512, 1024, 2, "fp8_w8a8"),
+    "fp8_tensor, scales for each expert": MoeShape(4, 512, 1024, 2, "fp8_w8a8"),
     "fp8_channel": MoeShape(4, 512, 1024, 2, "fp8_w8a8"),
+    "fp8_channel, 16-bit activations": MoeShape(4, 512, 1024, 2, "fp8_w8a16"),
     "fp8_block": MoeShape(4, 512, 1024, 2, "fp8_w8a8", (128, 128)),
 }
 DEVICES = itertools.count(1000)
@@ -40,6 +43,8 @@ DEVICES = itertools.count(1000)
 ALL = [(form, tile, tokens, arch) for form in FORMS for tile in TILES for tokens in (8, 512) for arch in (90, 120)]
 SHORT = [
     ("fp8_tensor", "usual", 512, 90),
+    ("fp8_tensor, scales for each expert", "usual", 512, 90),
+    ("fp8_channel, 16-bit activations", "usual", 8, 120),
     ("fp8_block", "usual", 8, 90),
     ("fp8_block", "large", 512, 120),
 ]
@@ -57,6 +62,15 @@ def driver(monkeypatch) -> Any:
     return driver
 
 
+def make_layer(form: str) -> Layer:
+    kind, _, activations = form.partition(", ")
+    layer = make_weights(replace(FORMS[form], dtype=FORMS[kind].dtype), device="cpu", form=kind)
+    if activations == "scales for each expert":
+        each = [scale.repeat(4) for scale in (layer.tokens_scale, layer.intermediate_scale)]
+        return replace(layer, tokens_scale=each[0], intermediate_scale=each[1])
+    return replace(layer, dynamic=False) if activations else layer
+
+
 def compiled(form: str, tiles: Tiles, num_tokens: int, arch: int, driver: Any) -> dict[str, int]:
     """Bytes of shared memory of each kernel of a layer's call."""
     from graphfuse.ops import moe_launch
@@ -72,7 +86,7 @@ def compiled(form: str, tiles: Tiles, num_tokens: int, arch: int, driver: Any) -
             return 0
 
     shape = FORMS[form]
-    layer = make_weights(shape, device="cpu", form=form)
+    layer = make_layer(form)
     tokens = torch.randn(num_tokens, shape.hidden_size).bfloat16()
     ids = torch.randint(shape.num_experts, (num_tokens, shape.top_k), dtype=torch.int32)
 
@@ -94,7 +108,7 @@ def compiled(form: str, tiles: Tiles, num_tokens: int, arch: int, driver: Any) -
 
 def check(form: str, tile: Tile, num_tokens: int, arch: int, driver: Any) -> None:
     shape = FORMS[form]
-    limits = Limits.of(shape, SMALL_MEMORY).at(num_tokens * shape.top_k)
+    limits = Limits.of(shape, SMALL_MEMORY, rounds_tokens=form.endswith("scales for each expert"))
     tiles = fit(Tiles(tile, tile), limits)
     found = compiled(form, tiles, num_tokens, arch, driver)
     assert max(found.values()) <= SMALL_MEMORY, (tiles, found)
