@@ -37,7 +37,7 @@ OP = "all_reduce_add_rms_norm"
 
 
 @dataclass(frozen=True)
-class _Parts:
+class AddNorm:
     reduction: Reduction
     views: tuple[Node, ...]
     """Views between the reduction and the add; an elementwise sum over ranks commutes with them."""
@@ -80,7 +80,7 @@ def match_add_rms_norm(node: Node, context: Context) -> Site | Decline:
     norm = require_norm(add, "the sum")
     if isinstance(norm, Decline):
         return Decline(norm.reason, residual=True)
-    parts = _Parts(reduction, views, add, residual, bias, norm)
+    parts = AddNorm(reduction, views, add, residual, bias, norm)
     return Site(node, OP, norm.output, reduction.dtype, reduction.hidden_size, parts)
 
 
@@ -94,7 +94,7 @@ def _bias(add: Node, reduced: Node) -> Node | None:
 
 
 def applies(site: Site, context: Context) -> Decline | None:
-    parts: _Parts = site.parts
+    parts: AddNorm = site.parts
     reduced = value(parts.views[-1] if parts.views else parts.reduction.reduced)
     residual, total = value(parts.residual), value(parts.add)
     if reduced is None or residual is None or total is None:
@@ -109,25 +109,30 @@ def applies(site: Site, context: Context) -> Decline | None:
 
 
 def emit_fused(graph: Graph, site: Site, context: Context) -> None:
-    parts: _Parts = site.parts
+    parts: AddNorm = site.parts
     reduction, norm, add = parts.reduction, parts.norm, parts.add
     example = value(add)
     assert example is not None and context.groups.name is not None
     is_dead = is_fresh_and_unshared(reduction.partial, reduction.node)
-    with graph.inserting_before(add):
-        partial = reduction.partial
+    partial = partial_with_bias(graph, parts, context)
+    options = (norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight, is_dead, context.groups.name)
+    op = torch.ops.graphfuse.all_reduce_add_rms_norm.default
+    (total,) = emit(graph, op, (partial, parts.residual, *options), example, add, norm)
+    add.replace_all_uses_with(total)
+    graph.erase_node(add)
+    erase_reduction(graph, reduction)
+
+
+def partial_with_bias(graph: Graph, parts: AddNorm, context: Context) -> Node:
+    """The partial sum, shaped like the add, with the bias on one rank."""
+    partial = parts.reduction.partial
+    with graph.inserting_before(parts.add):
         if parts.bias is not None:
             # one graph on every rank, so that nothing can order their collectives differently; times 0 adds nothing
             share = 1.0 if context.groups.rank == 0 else 0.0
             partial = graph.call_function(aten.add.Tensor, (partial, parts.bias), {"alpha": share})
-            partial.meta = {**reduction.node.meta, ONE_RANK_ADDS: True}
-        partial = replay(parts.views, partial)
-    options = (norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight, is_dead, context.groups.name)
-    op = torch.ops.graphfuse.all_reduce_add_rms_norm.default
-    total = emit(graph, op, (partial, parts.residual, *options), example, add, norm)
-    add.replace_all_uses_with(total)
-    graph.erase_node(add)
-    erase_reduction(graph, reduction)
+            partial.meta = {**parts.reduction.node.meta, ONE_RANK_ADDS: True}
+        return replay(parts.views, partial)
 
 
 FUSE_ADD_RMS_NORM = Rule(

@@ -25,7 +25,7 @@ OP = "all_reduce_rms_norm"
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Norm:
     reduction: Reduction
     norm: RMSNorm
 
@@ -37,21 +37,21 @@ def match_rms_norm(node: Node, context: Context) -> Site | Decline:
     norm = require_norm(reduction.reduced, "the reduced value")
     if isinstance(norm, Decline):
         return norm
-    return Site(node, OP, norm.output, reduction.dtype, reduction.hidden_size, _Parts(reduction, norm))
+    return Site(node, OP, norm.output, reduction.dtype, reduction.hidden_size, Norm(reduction, norm))
 
 
 def applies(site: Site, context: Context) -> Decline | None:
-    parts: _Parts = site.parts
+    parts: Norm = site.parts
     return norm_fits(parts.norm, parts.reduction) or gate_allows(parts.reduction, context)
 
 
 def emit_fused(graph: Graph, site: Site, context: Context) -> None:
-    parts: _Parts = site.parts
+    parts: Norm = site.parts
     reduction, norm = parts.reduction, parts.norm
     example = value(reduction.reduced)
     assert example is not None and context.groups.name is not None
     args = (reduction.partial, norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight, context.groups.name)
-    reduced = emit(graph, torch.ops.graphfuse.all_reduce_rms_norm.default, args, example, reduction.node, norm)
+    (reduced,) = emit(graph, torch.ops.graphfuse.all_reduce_rms_norm.default, args, example, reduction.node, norm)
     reduction.wait.replace_all_uses_with(reduced)
     erase_reduction(graph, reduction)
 

@@ -159,9 +159,9 @@ def is_fresh_and_unshared(node: Node, reader: Node) -> bool:
     """
     while set(node.users) == {reader} and is_call(node, *VIEWS) and isinstance(node.args[0], Node):
         node, reader = node.args[0], node
+    ours = node.op == "call_function" and str(node.target).startswith(("graphfuse.moe_experts", "graphfuse.fp8_linear"))
     return set(node.users) == {reader} and (
-        is_call(node, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-        or (node.op == "call_function" and str(node.target).startswith("graphfuse.moe_experts"))
+        ours or is_call(node, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
     )
 
 

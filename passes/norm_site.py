@@ -47,12 +47,20 @@ def norm_fits(norm: RMSNorm, reduction: Reduction) -> Decline | None:
     return None
 
 
-def emit(graph: Graph, op: object, args: tuple, example: torch.Tensor, origin: Node, norm: RMSNorm) -> Node:
-    """Insert a fused op before `origin`. Of its results, shaped like `example`, the first takes the place of the norm's
-    output, and the second is returned."""
+def emit(
+    graph: Graph,
+    op: object,
+    args: tuple,
+    example: torch.Tensor,
+    origin: Node,
+    norm: RMSNorm,
+    more: tuple[torch.Tensor, ...] = (),
+) -> list[Node]:
+    """Insert a fused op before `origin`. Its first two results are shaped like `example`, others like `more`. The first
+    takes the place of the norm's output, the others are returned."""
     place = {key: origin.meta[key] for key in _PLACE if key in origin.meta}
     contiguous = torch.empty_like(example, memory_format=torch.contiguous_format)
-    fakes = (contiguous, torch.empty_like(contiguous))
+    fakes = (contiguous, torch.empty_like(contiguous), *more)
     if norm.weight is not None:
         bring_before(norm.weight, origin)
     results = []
@@ -66,7 +74,7 @@ def emit(graph: Graph, op: object, args: tuple, example: torch.Tensor, origin: N
     with graph.inserting_before(norm.output):  # sizes that views ask for may be computed behind `origin`
         output = replay(norm.views, results[0])
     norm.output.replace_all_uses_with(output)
-    return results[1]
+    return results[1:]
 
 
 def erase_reduction(graph: Graph, reduction: Reduction) -> None:

@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 from graphfuse.errors import ReductionProofError
 from graphfuse.passes.graph_reading import aten, module_path, value
 from graphfuse.passes.groups import Groups
-from graphfuse.passes.placement import collectives, fused, indexing, pointwise, products, reductions, views
+from graphfuse.passes.placement import collectives, fp8, fused, indexing, pointwise, products, reductions, views
 from graphfuse.passes.placement.call import Call, all_replicated, op_name
 from graphfuse.passes.placement.chain import SOURCE, draw, origin
 from graphfuse.passes.placement.lattice import (
@@ -53,6 +53,7 @@ RULES: dict[Any, Any] = {
     **reductions.RULES,
     **collectives.RULES,
     **fused.RULES,
+    **fp8.RULES,
 }
 
 

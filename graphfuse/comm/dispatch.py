@@ -16,7 +16,7 @@ from graphfuse.comm import call_check, pool, reference
 from graphfuse.comm.call import FusedCall
 from graphfuse.comm.table import SizeRange
 from graphfuse.comm.workspace import Workspace
-from graphfuse.kernels.norm_epilogue import quantize_fp8
+from graphfuse.ops.fp8_linear import round_rows
 
 
 def run(call: FusedCall, group_name: str) -> tuple[torch.Tensor, ...]:
@@ -32,7 +32,7 @@ def run(call: FusedCall, group_name: str) -> tuple[torch.Tensor, ...]:
     if call.fp8 is None or (workspace is not None and workspace.quantises):
         return _run(call, group_name, workspace, variant)
     normed, summed = _run(dataclasses.replace(call, fp8=None, scale=None), group_name, workspace, variant)
-    return normed, summed, *quantize_fp8(normed, call.fp8, call.scale)
+    return normed, summed, *round_rows(normed, call.fp8, call.scale)
 
 
 def choose(ranges: tuple[SizeRange, ...], num_bytes: int) -> SizeRange | None:

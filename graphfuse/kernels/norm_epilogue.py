@@ -23,6 +23,7 @@ Masked columns hold zeros throughout, so they add nothing to a mean or a maximum
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 try:
     import triton
@@ -53,16 +54,18 @@ def quantize_fp8(
         scale: one float32 number, for "static".
 
     Returns:
-        (quantised [..., H] float8_e4m3fn, scale float32: [] as given, [..., 1], or [..., H / 128]).
+        (quantised [..., H] float8_e4m3fn, scale float32: [] as given, [..., 1], or [..., ceil(H / 128)]).
     """
     n = normed.float()
     if form == "static":
         assert scale is not None
         return (n / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
-    groups = n.unflatten(-1, (-1, FP8_GROUP if form == "group" else n.shape[-1]))
+    size = n.shape[-1]
+    group = min(FP8_GROUP, size) if form == "group" else size
+    groups = F.pad(n, (0, -size % group)).unflatten(-1, (-1, group))
     scales = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_AMAX) / FP8_MAX
     quantised = (groups / scales).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return quantised.flatten(-2), scales.squeeze(-1)
+    return quantised.flatten(-2)[..., :size].contiguous(), scales.squeeze(-1)
 
 
 def empty_fp8(x: torch.Tensor, form: str, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

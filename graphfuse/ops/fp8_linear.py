@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphfuse.errors import ArgumentError
-from graphfuse.kernels.norm_epilogue import FP8_GROUP, FP8_MAX, SMALLEST_AMAX
+from graphfuse.kernels.norm_epilogue import FP8_GROUP, quantize_fp8
 
 FP8 = torch.float8_e4m3fn
 FORMS = ("static", "token", "group")
@@ -44,21 +44,21 @@ def quantise_fp8(x: Tensor, form: str, scale: Tensor | None) -> tuple[Tensor, Te
         ArgumentError: the form is not known, or x or scale do not fit it.
     """
     _check_form(x, form, scale)
-    x = x.contiguous()
-    group = min(FP8_GROUP, x.shape[-1]) if form == "group" else x.shape[-1]
-    if x.is_cuda and x.numel() and x.dtype != torch.float64:
-        from graphfuse.kernels.quantise import quantise, quantise_static
+    quantised, scales = round_rows(x, form, scale)
+    return quantised, scales.clone() if scales is scale else scales  # an output may not be an input
 
-        rows = x.view(-1, x.shape[-1])
-        if scale is not None:
-            return quantise_static(rows, scale.view(1), FP8, {}).view(x.shape), scale.clone()
-        quantised, scales = quantise(rows, group, FP8, {})
-        return quantised.view(x.shape), scales.view(*x.shape[:-1], -1)
+
+def round_rows(x: Tensor, form: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What the op does, by one kernel on CUDA; the scale that is given comes back as it is."""
+    if not x.is_cuda or x.numel() == 0 or x.dtype == torch.float64:
+        return quantize_fp8(x.contiguous(), form, scale)
+    from graphfuse.kernels.quantise import quantise, quantise_static
+
+    rows = x.contiguous().view(-1, x.shape[-1])
     if scale is not None:
-        return _rounded(x.float(), scale), scale.clone()
-    groups = F.pad(x.float(), (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
-    scales = groups.abs().amax(-1).clamp(min=SMALLEST_AMAX) / FP8_MAX
-    return _rounded(groups, scales[..., None]).flatten(-2)[..., : x.shape[-1]].contiguous(), scales
+        return quantise_static(rows, scale.view(1), FP8, {}).view(x.shape), scale
+    quantised, scales = quantise(rows, FP8_GROUP if form == "group" else x.shape[-1], FP8, {})
+    return quantised.view(x.shape), scales.view(*x.shape[:-1], -1)
 
 
 @quantise_fp8.register_fake
@@ -69,10 +69,6 @@ def _(x, form, scale):
         return quantised, torch.empty_like(scale)
     groups = -(-x.shape[-1] // FP8_GROUP) if form == "group" else 1
     return quantised, x.new_empty((*x.shape[:-1], groups), dtype=torch.float32)
-
-
-def _rounded(x: Tensor, scale: Tensor) -> Tensor:
-    return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 @torch.library.custom_op("graphfuse::fp8_linear", mutates_args=())

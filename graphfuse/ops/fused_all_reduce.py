@@ -96,6 +96,7 @@ def all_reduce_add_rms_norm_fp8(
     fp8: str,
     scale: Tensor | None,
     group_name: str,
+    x_is_dead: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `all_reduce_add_rms_norm` (or `all_reduce_rms_norm`, without a residual), with the normed value in FP8 too.
 
@@ -116,13 +117,13 @@ def all_reduce_add_rms_norm_fp8(
         _check_residual(x, residual)
     _check_fp8(x, fp8, scale)
     normed, summed, quantised, scales = _dispatch(
-        x, residual, weight, eps, weight_bias, cast_before_weight, False, group_name, fp8, scale
+        x, residual, weight, eps, weight_bias, cast_before_weight, x_is_dead, group_name, fp8, scale
     )
     return normed, summed, quantised, scales.clone() if scales is scale else scales  # an output may not be an input
 
 
 @all_reduce_add_rms_norm_fp8.register_fake
-def _(x, residual, weight, eps, weight_bias, cast_before_weight, fp8, scale, group_name):
+def _(x, residual, weight, eps, weight_bias, cast_before_weight, fp8, scale, group_name, x_is_dead=False):
     _check_fp8(x, fp8, scale)
     shape = scale.shape if fp8 == "static" else (*x.shape[:-1], x.shape[-1] // FP8_GROUP if fp8 == "group" else 1)
     quantised = torch.empty_like(x, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)

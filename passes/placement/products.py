@@ -96,20 +96,20 @@ def mv(call: Call) -> Outcome:
 def linear(call: Call) -> Outcome:
     x, weight, bias = call.first(), call.operand("weight"), call.optional("bias")
     batch = "abcdefgh"[: x.dim - 1]
-    return _with_bias(call, bias, contract(call, x, weight, f"{batch}k,nk->{batch}n"))
+    return with_bias(call, bias, contract(call, x, weight, f"{batch}k,nk->{batch}n"))
 
 
 def addmm(call: Call) -> Outcome:
     bias, a, b = (call.as_operand(argument) for argument in call.node.args[:3])
-    return _with_bias(call, bias, contract(call, a, b, "mk,kn->mn"))
+    return with_bias(call, bias, contract(call, a, b, "mk,kn->mn"))
 
 
 def baddbmm(call: Call) -> Outcome:
     bias, a, b = (call.as_operand(argument) for argument in call.node.args[:3])
-    return _with_bias(call, bias, contract(call, a, b, "bmk,bkn->bmn"))
+    return with_bias(call, bias, contract(call, a, b, "bmk,bkn->bmn"))
 
 
-def _with_bias(call: Call, bias: Operand | None, product: Placement) -> Placement:
+def with_bias(call: Call, bias: Operand | None, product: Placement) -> Placement:
     if bias is None or call.node.kwargs.get("beta", 1) == 0:
         return product
     return _sum(call, Operand(call.node, product, call.shape), bias)
@@ -127,7 +127,7 @@ def grouped_mm(call: Call) -> Outcome:
         return REPLICATED if all_replicated([a, b]) else Unknown("a grouped product of another form")
     if isinstance(b.placement, Shard) and b.placement.dim == 0:
         return Unknown("experts are divided over the ranks, and not their matrices")
-    return _with_bias(call, call.optional("bias"), contract(call, a, b, "mk,ekn->mn"))
+    return with_bias(call, call.optional("bias"), contract(call, a, b, "mk,ekn->mn"))
 
 
 def convolution(call: Call) -> Outcome:

@@ -20,7 +20,7 @@ from tests.models.tiny_fp8 import FORMS
 
 SLOW = pytest.mark.slow
 FP8_TOLERANCE = 0.25
-"""Of the difference to the dequantised model, root mean squares over those of the logits: 3 mantissa bits, two layers."""
+"""Of the difference to the dequantised model over the logits, root mean squares: 3 mantissa bits, two layers."""
 
 FAST = {("llama", "block", 2), ("qwen3_moe", "block", 2), ("qwen3_moe", "static", 1)}
 PAIRS = [(family, form) for family in ("llama", "qwen3_moe") for form in FORMS]
@@ -78,7 +78,7 @@ def test_a_broken_scale_is_noticed(ranks, fp8_checkpoint, family, form, part):
 
 
 def rank_run(group: Any, path: Path, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[str], str]:
-    """Logits of the compiled model, the ops of its reductions, and a count of what lies in memory as FP8."""
+    """Logits of the compiled model, the ops of its reductions, and the names of what lies in memory as FP8."""
     model = load(path, group, dtype=dtype)
     kinds = {name.rpartition(".")[2] for name, p in model.named_parameters() if p.dtype == torch.float8_e4m3fn}
     compiled = graphfuse.compile(model.requires_grad_(False), group)

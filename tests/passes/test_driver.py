@@ -20,7 +20,7 @@ from graphfuse.passes.rule import Decline, Rule, Site, Tier
 from graphfuse.testing import fake_tp, trace
 from tests.passes.graphs import HIDDEN, Builder, aten, c10d, context, flat_layers
 
-MATCH, MERGE, ADD_NORM, NORM, LOWER = [rule.name for rule in default_rules()]
+MATCH, MERGE, FP8_NORM, ADD_NORM, NORM, LOWER = [rule.name for rule in default_rules()]
 FUSED_ADD_NORM = torch.ops.graphfuse.all_reduce_add_rms_norm.default
 
 
@@ -63,12 +63,12 @@ def test_a_disabled_rule_does_not_run_and_the_report_says_so(group):
     result = run(flat_layers(2, group.group_name), group, disabled_rules={ADD_NORM})
     assert [site.status for site in result.sites] == ["declined"] * 2
     assert f"the rule {ADD_NORM} is switched off (disabled_rules)" in [d.reason for d in result.sites[0].declines]
-    assert list(result.rules) == [MATCH, MERGE, NORM, LOWER]
+    assert list(result.rules) == [MATCH, MERGE, FP8_NORM, NORM, LOWER]
 
 
 def test_an_unknown_rule_is_an_error_that_lists_the_known_ones():
     with pytest.raises(
-        UnknownRuleError, match=f"disabled_rules names 'nrom', which .* Known: {MATCH}, {MERGE}, {ADD_NORM}, {NORM}"
+        UnknownRuleError, match=f"disabled_rules names 'nrom', which .* Known: {MATCH}, {MERGE}, {FP8_NORM}, {ADD_NORM}"
     ):
         select_rules(default_rules(), FuseConfig(disabled_rules={"nrom"}))
 
