@@ -9,7 +9,7 @@ from torch import nn
 
 from graphfuse.models.parallel import reduce_sum
 from graphfuse.models.sharding import TensorParallel
-from tests.models import breakage_fp8, breakage_latent, breakage_mixtures
+from tests.models import breakage_delta, breakage_fp8, breakage_latent, breakage_mixtures
 
 
 def gamma_ignored(model: nn.Module) -> None:
@@ -107,4 +107,4 @@ BREAKAGES: dict[str, Callable[[nn.Module], None]] = {
         gate_forgotten, expert_gate_forgotten, routing_weights_ignored, routing_weights_not_normalised,
         rope_scaling_forgotten,
     )
-} | breakage_fp8.BREAKAGES | breakage_latent.BREAKAGES | breakage_mixtures.BREAKAGES  # fmt: skip
+} | breakage_delta.BREAKAGES | breakage_fp8.BREAKAGES | breakage_latent.BREAKAGES | breakage_mixtures.BREAKAGES  # fmt: skip

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tests.models import tiny_latent, tiny_mixtures
+from tests.models import tiny_delta, tiny_latent, tiny_mixtures
 
 COMMON = {"num_hidden_layers": 3, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
 LLAMA3_ROPE = {
@@ -59,7 +59,7 @@ def config(family: str) -> PretrainedConfig:
             vocab_size=63, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=10, norm_topk_prob=True,
             mlp_only_layers=[1], **COMMON,
         )  # fmt: skip
-    return (tiny_latent.CONFIGS | tiny_mixtures.CONFIGS)[family]()
+    return (tiny_latent.CONFIGS | tiny_mixtures.CONFIGS | tiny_delta.CONFIGS)[family]()
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def save(family: str, folder: Path) -> Checkpoint:
 
 def yardstick(model: PreTrainedModel, folder: Path, generator: torch.Generator) -> Checkpoint:
     """A checkpoint in `folder` that is to give the logits of `model`."""
-    batch = Batch(torch.randint(0, model.config.vocab_size, (3, 9), generator=generator), (6, 3, 1), 3)
+    vocab_size = model.config.get_text_config().vocab_size
+    batch = Batch(torch.randint(0, vocab_size, (3, 9), generator=generator), (6, 3, 1), 3)
     with torch.no_grad():
         logits = model(batch.input_ids).logits
     assert logits.std() >= 1, "logits must spread, or a missing part may not show"
@@ -111,7 +112,10 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         noise = torch.randn(p.shape, generator=generator)
         if name.endswith("sinks"):
             p.data = noise
+        elif name.endswith("A_log"):  # from nearly all to nearly nothing is kept
+            p.data = noise - 1.0
         elif p.dim() == 1:
-            p.data = 0.3 * noise if name.endswith("bias") else 0.5 + torch.rand(p.shape, generator=generator)
+            gamma = p.detach() - 0.5 + torch.rand(p.shape, generator=generator)  # around zero, if one is added to it
+            p.data = 0.3 * noise if name.endswith("bias") else gamma
         else:
             p.data = noise * (2.0 / p.shape[-1] ** 0.5)
