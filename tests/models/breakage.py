@@ -107,4 +107,6 @@ BREAKAGES: dict[str, Callable[[nn.Module], None]] = {
         gate_forgotten, expert_gate_forgotten, routing_weights_ignored, routing_weights_not_normalised,
         rope_scaling_forgotten,
     )
-} | breakage_delta.BREAKAGES | breakage_fp8.BREAKAGES | breakage_latent.BREAKAGES | breakage_mixtures.BREAKAGES  # fmt: skip
+}  # fmt: skip
+for part in (breakage_delta, breakage_fp8, breakage_latent, breakage_mixtures):
+    BREAKAGES |= part.BREAKAGES
