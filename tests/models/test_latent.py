@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import shutil
+from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from graphfuse.errors import CheckpointError
+from graphfuse.weights.load import load
 from tests.models.parity import TOLERANCE, compare, compiled, identity
+from tests.models.tiny import Checkpoint
 
 FAMILIES = ["deepseek_v3", "deepseek_plain", "mistral4", "glm4_moe_lite"]
 QUICK = {("deepseek_v3", compiled), ("mistral4", identity), ("glm4_moe_lite", identity)}
@@ -13,6 +22,9 @@ CASES = [
     for family in FAMILIES
     for tp in (1, 2, 4)
     for wrap in (identity, compiled)
+] + [
+    pytest.param(wrapper, 2, identity, marks=() if wrapper == "kimi_k25" else pytest.mark.slow)
+    for wrapper in ("kimi_k25", "mistral3")
 ]
 
 EVERYWHERE = [
@@ -54,6 +66,27 @@ def test_logits_equal_transformers(ranks, tiny_checkpoint, family, tp, wrap):
     assert found.plain < TOLERANCE
     assert found.cached < TOLERANCE
     assert found.ranks_agree
+
+
+def with_a_predictor(checkpoint: Checkpoint, folder: Path, *, announced: bool) -> Path:
+    """A copy of a checkpoint with another layer behind its last, as those that predict several tokens have it."""
+    shutil.copytree(checkpoint.path, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights |= {name.replace(".2.", ".3.", 1): t.clone() for name, t in weights.items() if ".layers.2." in name}
+    weights["model.layers.3.eh_proj.weight"] = torch.zeros(40, 80)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    values["num_nextn_predict_layers"] = int(announced)
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_a_predictor_behind_the_last_layer_is_left_out(tiny_checkpoint, tmp_path):
+    checkpoint = tiny_checkpoint("deepseek_v3")
+    model = load(with_a_predictor(checkpoint, tmp_path / "announced", announced=True))
+    torch.testing.assert_close(model(checkpoint.batch.input_ids), checkpoint.logits, atol=TOLERANCE, rtol=0)
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.3\..* which the model does not know"):
+        load(with_a_predictor(checkpoint, tmp_path / "unannounced", announced=False))
 
 
 @pytest.mark.slow

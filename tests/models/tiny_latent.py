@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import DeepseekV3Config, Glm4MoeLiteConfig, Mistral4Config, PretrainedConfig
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
+    Kimi_K25Config,
+    Mistral3Config,
+    Mistral4Config,
+    PretrainedConfig,
+)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 40,
@@ -73,6 +80,30 @@ def glm4_moe_lite() -> PretrainedConfig:
     return Glm4MoeLiteConfig(**SIZES, n_routed_experts=6, n_group=1, topk_group=1, mlp_layer_types=kinds)
 
 
+def kimi_k25() -> PretrainedConfig:
+    """A wrapper of several modalities around a DeepSeek-V3."""
+    vision = {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 2,
+        "pos_emb_height": 2, "pos_emb_width": 2,
+    }  # fmt: skip
+    return Kimi_K25Config(
+        text_config=deepseek_v3().to_dict(), vision_config=vision, projection_hidden_size=8,
+        tie_word_embeddings=False, architectures=["Kimi_K25ForConditionalGeneration"],
+    )  # fmt: skip
+
+
+def mistral3() -> PretrainedConfig:
+    """The same around a Mistral 4."""
+    vision = {
+        "model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "head_dim": 4, "patch_size": 2, "image_size": 4,
+    }  # fmt: skip
+    return Mistral3Config(
+        text_config=mistral4().to_dict(), vision_config=vision, tie_word_embeddings=False,
+        architectures=["Mistral3ForConditionalGeneration"],
+    )  # fmt: skip
+
+
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    f.__name__: f for f in (deepseek_v3, deepseek_plain, mistral4, glm4_moe_lite)
+    f.__name__: f for f in (deepseek_v3, deepseek_plain, mistral4, glm4_moe_lite, kimi_k25, mistral3)
 }
