@@ -28,6 +28,7 @@ from graphfuse.comm.watching import in_call, watch
 from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, GradientsEnabledError, GraphBreakError, GraphfuseError, GroupError
 from graphfuse.input_placements import InputPlacements
+from graphfuse.integrations.transformers_tp import describe, require_traceable, shard_if_whole
 from graphfuse.region_marks import marked_regions, repeated_layer_classes
 from graphfuse.report import Report
 from graphfuse.tokens import Marking, TokenDims, is_empty
@@ -47,7 +48,8 @@ def compile(
 
     Args:
         model: any `nn.Module` whose forward sums partial results over the group: with functional or in-place
-            all-reduces, or through DTensor tensor parallelism. It is not changed.
+            all-reduces, or through DTensor tensor parallelism. It is not changed, except that a model of transformers
+            which is whole on every rank is sharded in place, by its own plan.
         tp_group: the process group, or a one-dimensional device mesh, that the partial sums are reduced over. None:
             the model is compiled, and nothing is fused.
         example_inputs: positional (a sequence, or one tensor) or keyword arguments (a mapping) of one forward, which is
@@ -59,15 +61,18 @@ def compile(
 
     Raises:
         GroupError: `tp_group` is no group this process is in, or a mesh of several dimensions.
+        UnsupportedModelError: a model of transformers that is whole and cannot be sharded, with the reason.
         GraphBreakError: the model cannot be traced as one graph (when it is traced).
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}. Pass an nn.Module, for instance from graphfuse.load.")
     if isinstance(model, CompiledModel):
         raise ConfigError("The model is compiled already. Compile the original one; each call makes a new one.")
-    if getattr(model, "config", None) is not None and getattr(model.config, "use_kernels", False):
-        raise ConfigError("The model was loaded with use_kernels=True, whose norms cannot be traced. Load it without.")
-    compiled = CompiledModel(model, resolve_group(tp_group), checked_config(config))
+    require_traceable(model)
+    group, config = resolve_group(tp_group), checked_config(config)
+    if group is not None:
+        shard_if_whole(model, group, tp_group if isinstance(tp_group, DeviceMesh) else None)
+    compiled = CompiledModel(model, group, config)
     if example_inputs is not None:
         compiled.trace(example_inputs)
     return compiled
@@ -283,6 +288,7 @@ class CompiledModel(nn.Module):
     def _new_session(self) -> Session:
         group, config, facts, capture = self._settings
         session = Session(group, config, facts=facts, capture=capture, inputs=InputPlacements(self._orig_mod))
+        session.report.model = describe(self._orig_mod)
         weakref.finalize(self, session.close).atexit = False
         return session
 

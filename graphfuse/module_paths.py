@@ -13,13 +13,15 @@ def innermost(stack: dict | None) -> str:
 
 
 _ROOT = re.compile(r"^L\['\w+'\](\[\d+\])?\.?|^L__\w+?__\.?|^getattr\(.*?\)\.?")
+_WRAPPED = re.compile(r"\.forward(?:\.__closure__\[\d+\]\.cell_contents)+\.__self__")
+"""How Dynamo spells the module behind a forward that wraps its own, as transformers' tensor parallelism makes them."""
 _ITEM = re.compile(r"_modules\[['\"](.+?)['\"]\]|\[['\"]?(\w+)['\"]?\]")
 
 
 @functools.lru_cache(maxsize=4096)
 def plain_path(raw: str) -> str:
     """A module path as `named_modules` spells it, from Dynamo's `L['self'].layers.0`."""
-    path = _ITEM.sub(lambda m: "." + (m.group(1) or m.group(2)), _ROOT.sub("", raw))
+    path = _ITEM.sub(lambda m: "." + (m.group(1) or m.group(2)), _WRAPPED.sub("", _ROOT.sub("", raw)))
     path = path.replace("._modules", "").replace("..", ".").strip(".")
     return path.removeprefix("_orig_mod.").removeprefix("_orig_mod")
 

@@ -82,6 +82,9 @@ class Report:
     """The report of one compiled model. Filled when the model is traced; `print(report)` before that says so."""
 
     sites: list[SiteReport] = field(default_factory=list)
+    model: str = ""
+    """Whose definition of the model was compiled, if it is graphfuse's or transformers'."""
+
     gate: dict[str, Any] = field(default_factory=dict)
     moe: list[ExpertsReport] = field(default_factory=list)
     """Every layer of routed experts, and the config that serves it or the reason that it was left alone."""
@@ -137,6 +140,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
+            "model": self.model,
             "sites": [site.to_json() for site in self.sites],
             "totals": self.totals,
             "gate": self.gate,
@@ -173,7 +177,8 @@ class Report:
         return table
 
     def _footnotes(self) -> list[str]:
-        notes = [f"gate: {reason}" for reason in self.gate.get("reasons", ())]
+        notes = [f"model: {self.model}"] if self.model else []
+        notes += [f"gate: {reason}" for reason in self.gate.get("reasons", ())]
         held: dict[tuple[str, str], int] = {}  # one workspace serves all hidden sizes of a dtype
         for decision in self.gate.get("decisions", ()):
             for backend, num_bytes in decision["workspace_bytes"].items():

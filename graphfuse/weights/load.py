@@ -43,8 +43,8 @@ def load(
 ) -> nn.Module:
     """Load a causal language model, every rank of `tp_group` its own part.
 
-    A rank's peak memory is its part plus a bounded buffer; where transformers' model is sharded over some of the processes
-    only, it is the whole model. No collective runs, except inside transformers.
+    A rank's peak memory is its part plus a bounded buffer; where transformers' model is sharded over some of the
+    processes only, it is the whole model. No collective runs, except inside transformers.
 
     Args:
         path_or_hub_id: a folder with config.json and safetensors weights (read without any network), or the id of a
