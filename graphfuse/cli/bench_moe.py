@@ -39,6 +39,10 @@ def bench_moe(
     with plain_errors():
         workloads = workloads_of(shape or [], model, tp)
         counts = sizes("--tokens", tokens)
+        if moe_config_dir is not None and not moe_config_dir.is_dir():
+            raise ConfigError(
+                f"--moe-config-dir {moe_config_dir} is not a folder. Give an existing one, or leave it out."
+            )
         if plot is not None:
             from graphfuse.tuning.plotting import check_plot
 

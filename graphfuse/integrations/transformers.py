@@ -28,6 +28,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from graphfuse.config import FuseConfig
 from graphfuse.kernels.sizes import ceil_div
 from graphfuse.ops.moe import moe_experts
 from graphfuse.ops.moe_formulas import Formula, identify
@@ -47,8 +48,11 @@ def register(moe_config_dir: str | os.PathLike[str] | None = None) -> None:
     Args:
         moe_config_dir: a folder of tuned configs that is searched before the shipped ones, for experts in eager mode.
             Compiled models take `FuseConfig.moe_config_dir`.
+
+    Raises:
+        ConfigError: there is no such folder.
     """
-    folder = None if moe_config_dir is None else os.fspath(moe_config_dir)
+    folder = FuseConfig(moe_config_dir=None if moe_config_dir is None else os.fspath(moe_config_dir)).moe_config_dir
     for functions in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
         functions.register(NAME, functools.partial(experts_forward, moe_config_dir=folder))
 

@@ -22,6 +22,7 @@ PNG = b"\x89PNG"
         (["--tp", "2"], "Give --model too"),
         (["--tokens", "0,1"], "--tokens 0,1 is not a list of sizes"),
         (["--plot", "plot.txt"], "plot.txt does not name a picture"),
+        (["--moe-config-dir", "nowhere"], "--moe-config-dir nowhere is not a folder"),
         (["--routing", "even"], "The routing 'even' is not known. Use uniform or skewed."),
         pytest.param(
             [], "there is no CUDA GPU here",

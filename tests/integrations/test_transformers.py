@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 import graphfuse
 import graphfuse.integrations.transformers as integration
+from graphfuse.errors import ConfigError
 from graphfuse.facts import Facts
 from graphfuse.passes.expert_layers import is_expert_layer
 from graphfuse.passes.grouped_experts import is_grouped_product
@@ -74,6 +75,11 @@ def test_registering_twice_changes_nothing_but_the_folder(tmp_path):
     integration.register(tmp_path)
     assert set(ALL_EXPERTS_FUNCTIONS) == names
     assert ALL_EXPERTS_FUNCTIONS["graphfuse"].keywords == {"moe_config_dir": str(tmp_path)}
+
+
+def test_a_folder_that_is_not_there_is_said_when_it_is_given(tmp_path):
+    with pytest.raises(ConfigError, match="none' is not a folder"):
+        integration.register(tmp_path / "none")
 
 
 def test_experts_that_the_op_does_not_know_run_on_grouped_mm_and_say_so_once(caplog):
