@@ -101,8 +101,8 @@ def emit_fused(graph: Graph, site: Site, context: Context) -> None:
     if parts.scale is not None:
         bring_before(parts.scale, origin)
     args = (
-        partial, residual, norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight, parts.form, parts.scale,
-        context.groups.name, is_dead,
+        partial, residual, norm.weight, norm.eps, norm.weight_bias, norm.cast_before_weight, is_dead, parts.form,
+        parts.scale, context.groups.name,
     )  # fmt: skip
     op = torch.ops.graphfuse.all_reduce_add_rms_norm_fp8.default
     total, *rounded = emit(graph, op, args, example, origin, norm, parts.roundings[0].meta["val"])

@@ -93,10 +93,10 @@ def all_reduce_add_rms_norm_fp8(
     eps: float,
     weight_bias: float,
     cast_before_weight: bool,
+    x_is_dead: bool,
     fp8: str,
     scale: Tensor | None,
     group_name: str,
-    x_is_dead: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `all_reduce_add_rms_norm` (or `all_reduce_rms_norm`, without a residual), with the normed value in FP8 too.
 
@@ -123,7 +123,7 @@ def all_reduce_add_rms_norm_fp8(
 
 
 @all_reduce_add_rms_norm_fp8.register_fake
-def _(x, residual, weight, eps, weight_bias, cast_before_weight, fp8, scale, group_name, x_is_dead=False):
+def _(x, residual, weight, eps, weight_bias, cast_before_weight, x_is_dead, fp8, scale, group_name):
     _check_fp8(x, fp8, scale)
     shape = scale.shape if fp8 == "static" else (*x.shape[:-1], x.shape[-1] // FP8_GROUP if fp8 == "group" else 1)
     quantised = torch.empty_like(x, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)

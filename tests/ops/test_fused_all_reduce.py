@@ -54,7 +54,7 @@ def values(group, form, dtype, shape):
         r, w, bias = residual if with_residual else None, weight if with_weight else None, 0.0 if cast else 1.0
         scale = scale_for(form)
         normed, summed, quantised, scales = all_reduce_add_rms_norm_fp8(
-            x, r, w, 1e-5, bias, cast, form, scale, group.group_name
+            x, r, w, 1e-5, bias, cast, False, form, scale, group.group_name
         )
         expected, expected_sum = reference.run(FusedCall(x, r, w, 1e-5, bias, cast), group)
         wanted, wanted_scales = naive(normed, form, scale)
@@ -84,7 +84,7 @@ def extremes(group):
     x, zeros = torch.zeros(2, 128), torch.zeros(2, 128)
     x[1, 5] = 1.0
     weight = torch.full((128,), 1000.0)
-    args = (x, zeros, weight, 1e-5, 0.0, True)
+    args = (x, zeros, weight, 1e-5, 0.0, True, False)
     static = all_reduce_add_rms_norm_fp8(*args, "static", torch.tensor([1.0]), group.group_name)
     token = all_reduce_add_rms_norm_fp8(*args, "token", None, group.group_name)
     return static[2][1, 5].float().item(), static[3].shape, token[2][0].float().abs().max().item(), token[3][0].item()
@@ -102,7 +102,7 @@ def shapes(group, shape, form):
     """Of the op, of its fake and on meta: (shape, dtype, strides) of each result. x is a transposed view."""
     x, residual, weight = tensors(group, shape, torch.bfloat16)
     x = x.transpose(0, -1).contiguous().transpose(0, -1)
-    args = (x, residual, weight, 1e-5, 0.0, True, form, scale_for(form), group.group_name)
+    args = (x, residual, weight, 1e-5, 0.0, True, False, form, scale_for(form), group.group_name)
 
     def describe(results):
         return [(tuple(t.shape), t.dtype, t.stride() if t.numel() else None) for t in results]
@@ -125,7 +125,7 @@ def checked(group):
     x, residual, weight = tensors(group, (3, 256), torch.float32)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     calls = [
-        (OP, (x, r, w, 1e-5, 0.0, True, form, scale_for(form), group.group_name))
+        (OP, (x, r, w, 1e-5, 0.0, True, False, form, scale_for(form), group.group_name))
         for form, r, w in zip(FORMS, (residual, None, residual), (weight, weight, None), strict=True)
     ]
     calls.append((all_reduce_add_rms_norm._opoverload, (x, residual, weight, 1e-5, 0.0, True, False, group.group_name)))
@@ -161,7 +161,7 @@ ERRORS = {
 def refused(group, changes):
     args = {
         "x": torch.zeros(2, 256), "residual": torch.zeros(2, 256), "weight": torch.ones(256), "eps": 1e-5,
-        "weight_bias": 0.0, "cast_before_weight": True, "fp8": "static", "scale": torch.tensor(1.0),
+        "weight_bias": 0.0, "cast_before_weight": True, "x_is_dead": False, "fp8": "static", "scale": torch.tensor(1.0),
         "group_name": group.group_name, **changes,
     }  # fmt: skip
     try:
@@ -182,4 +182,4 @@ def test_arguments_that_do_not_fit_are_named_before_any_rank_waits(ranks, case):
 def test_the_fake_names_what_does_not_fit_too(form):
     x = torch.zeros(2, 200, device="meta")
     with pytest.raises(ArgumentError, match=f"fp8=.{form}"):
-        OP(x, None, None, 1e-5, 0.0, True, form, None, "any")
+        OP(x, None, None, 1e-5, 0.0, True, False, form, None, "any")

@@ -107,7 +107,7 @@ def with_relu(group):
 def test_a_rule_of_the_user_runs_behind_the_built_in_ones(group):
     module = with_relu(group)
     result = run(module, group, [*default_rules(), NO_RELU])
-    assert list(result.rules) == [MATCH, MERGE, ADD_NORM, NORM, LOWER, "no_relu"]
+    assert list(result.rules) == [MATCH, MERGE, FP8_NORM, ADD_NORM, NORM, LOWER, "no_relu"]
     assert result.rules["no_relu"]["matches"] == 1
     assert count(module, aten.relu.default) == 0
     assert count(module, FUSED_ADD_NORM) == 1
@@ -174,7 +174,7 @@ def test_fuel_that_is_no_number_is_an_error(group, monkeypatch):
 def test_counters_and_times(group):
     result = run(flat_layers(3, group.group_name), group)
     counts = {name: (r["matches"], r["declines"]) for name, r in result.rules.items()}
-    assert counts == {MATCH: (0, 0), MERGE: (0, 3), ADD_NORM: (3, 0), NORM: (0, 0), LOWER: (0, 0)}
+    assert counts == {MATCH: (0, 0), MERGE: (0, 3), FP8_NORM: (0, 3), ADD_NORM: (3, 0), NORM: (0, 0), LOWER: (0, 0)}
     assert all(0 <= r["seconds"] <= result.seconds for r in result.rules.values())
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from graphfuse.ops.fp8_linear import FP8, fp8_linear, quantise_fp8
 from graphfuse.passes.groups import Groups
 from graphfuse.passes.placement.lattice import (
     PARTIAL,
@@ -57,6 +58,19 @@ def latent_attention(q_nope, q_rope, latent, k_rope, kv_up):
 LATENTS = ((2, 5, 7), R), ((2, 5, 2), R)
 SUMMED_LATENTS = (((2, 5, 6, 4), R), ((2, 5, 6, 2), R), ((2, 5, 7), P), ((2, 5, 2), R), ((6 * 7, 7), R))
 QUERIES, KEYS = ((2, 5, 6, 4), Shard(2)), ((2, 5, 3, 4), Shard(2))
+
+
+def rounded(x: Tensor, form: str) -> Tensor:
+    """What the rounded values stand for."""
+    quantised, scale = quantise_fp8(x, form, None)
+    return (quantised.double().unflatten(-1, (scale.shape[-1], -1)) * scale.double()[..., None]).flatten(-2)
+
+
+def eight_bits(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    quantised, x_scale = quantise_fp8(x, "group", None)
+    return fp8_linear(quantised, x_scale, weight.to(FP8), scale.abs().float(), None, None, torch.float64)
+
+
 X, HEADS = ((6, 12), Shard(1)), ((2, 6, 5, 4), Shard(1))
 WHOLE, SUMMAND, ROWS = ((6, 12), R), ((6, 12), P), ((6, 12), Shard(0))
 
@@ -75,6 +89,12 @@ CASES = [
     case("mv", torch.mv, ((4, 6), Shard(1)), ((6,), Shard(0)), gives=P),
     case("depthwise", lambda x, w: F.conv1d(x, w, groups=x.shape[1]), ((2, 6, 9), Shard(1)), ((6, 1, 3), Shard(0)),
          gives=Shard(1)),
+    # products of FP8
+    case("rounded shard", lambda x: rounded(x, "group"), ((4, 384), Shard(1)), gives=Shard(1)),
+    case("rounded rows", lambda x: rounded(x, "token"), ROWS, gives=Shard(0)),
+    case("column parallel in FP8", eight_bits, ((4, 5), R), ((6, 5), Shard(0)), ((6,), Shard(0)), gives=Shard(1)),
+    case("row parallel in FP8", eight_bits, ((4, 384), Shard(1)), ((5, 384), Shard(1)), ((5,), R), gives=P),
+    case("rows of tokens in FP8", eight_bits, ((6, 5), Shard(0)), ((4, 5), R), ((4,), R), gives=Shard(0)),
     # elementwise
     case("sum of partial sums", torch.add, SUMMAND, SUMMAND, gives=P),
     case("difference of partial sums", torch.sub, SUMMAND, SUMMAND, gives=P),
@@ -220,6 +240,7 @@ VIOLATIONS = [
     violation(Kind.NON_LINEAR, "sinks", lambda q, s: own_attention(q, q, q, s), ((2, 5, 6, 4), R), ((6,), P)),
     violation(Kind.NON_LINEAR, "latents", latent_attention, *SUMMED_LATENTS),
     violation(Kind.NON_LINEAR, "scaled maximum", lambda x: x * 2, ((6, 12), Partial("max"))),
+    violation(Kind.NON_LINEAR, "rounded to FP8", lambda x: rounded(x, "token"), SUMMAND),
     violation(Kind.RESIDUAL, "residual", torch.add, SUMMAND, WHOLE),
     violation(Kind.RESIDUAL, "taken away from a residual", torch.sub, WHOLE, SUMMAND),
     violation(Kind.RESIDUAL, "shard added", torch.add, SUMMAND, ROWS),
@@ -249,6 +270,11 @@ def test_what_is_not_linear_in_a_partial_sum_is_a_fault(kind, forward, inputs):
     [
         (torch.mm, (X, ((12, 4), R)), "sharded along a dimension in which the other one is whole"),
         (torch.mm, (ROWS, ((12, 4), Shard(1))), "along different dimensions"),
+        (
+            eight_bits,
+            (((4, 384), Shard(1)), ((6, 384), Shard(1)), ((6,), Shard(0))),
+            "not divided as what they belong to",
+        ),
         (torch.add, (X, WHOLE), "one operand is a shard, and another one of its size is the same"),
         (torch.add, (X, ROWS), "its operands are sharded along different dimensions"),
         (lambda x: torch.softmax(x, 1), (X,), "softmax along a sharded dimension"),
