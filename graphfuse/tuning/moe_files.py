@@ -65,7 +65,7 @@ def find_table(
     name = FileName.of(shape, device_name)
     note = f"there is no {name} in {' or '.join(map(_shown, folders))}"
     if len(devices) > 1:
-        note += f", nor one for {', '.join(devices[1:])}"
+        note += f", nor one for {devices[1]} or another GPU like it"
     notes = [note, *(_similar(folders[0], name) if folder is not None else [])]
     return Found(MoeTable(shape, source=HEURISTIC, notes=tuple(notes), limits=limits))
 
