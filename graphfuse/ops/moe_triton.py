@@ -28,6 +28,9 @@ def can_run(tokens: Tensor, weights: ExpertWeights, dtype: torch.dtype, activati
         return f"the weights are {str(stored).removeprefix('torch.')}; the kernels serve 16- and 32-bit floats and FP8"
     if tokens.dtype not in FLOATS and tokens.dtype != stored:
         return f"the tokens are {str(tokens.dtype).removeprefix('torch.')}, not quantised as the weights are"
+    for scale in (weights.gate_up_scale, weights.down_scale):
+        if scale is not None and scale.dtype not in FLOATS:
+            return f"the scales are {str(scale.dtype).removeprefix('torch.')}; the kernels serve 16- and 32-bit floats"
     if weights.block_shape is not None and weights.gate_up_scale is not None:
         block_k = weights.block_shape[1]
         if block_k & (block_k - 1) or not 16 <= block_k <= 256:

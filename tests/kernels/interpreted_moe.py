@@ -320,5 +320,8 @@ def test_what_the_kernels_cannot_run_is_said():
     assert "float64" in moe_triton.can_run(tokens.double(), in_float64, torch.float64, "silu")
     odd_blocks = make_layer("block, dynamic", block_shape=(128, 96)).weights
     assert "96" in moe_triton.can_run(tokens, odd_blocks, BF16, "silu")
+    scaled = make_layer("block, dynamic").weights
+    powers = replace(scaled, down_scale=scaled.down_scale.to(torch.float8_e8m0fnu))
+    assert "float8_e8m0fnu" in moe_triton.can_run(tokens, powers, BF16, "silu")
     integers = replace(layer.weights, gate_up=layer.weights.gate_up.to(torch.int8))
     assert "int8" in moe_triton.can_run(tokens, integers, BF16, "silu")
