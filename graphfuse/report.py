@@ -156,6 +156,12 @@ class Report:
         """The JSON document as text."""
         return json.dumps(self.to_json(), indent=1, ensure_ascii=False)
 
+    def to_html(self, title: str = "graphfuse report") -> str:
+        """The report as one page that needs no network: write it to a file and open it in a browser."""
+        from graphfuse.page import render
+
+        return render(self, title)
+
     def headline(self) -> str:
         if not self.traced:
             return "not traced yet: call the model once, or give example_inputs to graphfuse.compile"

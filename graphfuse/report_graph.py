@@ -24,15 +24,17 @@ class Box:
 
 @dataclass(frozen=True)
 class SmallGraph:
-    """Boxes in graph order, and edges (from, to, what the value is, or "")."""
+    """Boxes in graph order, and edges (from, to, what the value is, or ""). `start` is the box that it is about."""
 
     boxes: tuple[Box, ...]
     edges: tuple[tuple[int, int, str], ...]
+    start: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
             "boxes": [{"label": b.label, "shape": b.shape, "role": b.role, "count": b.count} for b in self.boxes],
             "edges": [list(edge) for edge in self.edges],
+            "start": self.start,
         }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -54,7 +55,8 @@ def after_passes(fused: Node) -> SmallGraph:
 
 def emitted(graph: Graph, rule: Rule) -> set[Node]:
     """The nodes of a graph that a rule of reductions has put there."""
-    return {node for op in rule.reduces for node in graph.find_nodes(op="call_function", target=op, sort=False)}
+    ops: list[Any] = list(rule.reduces)
+    return {node for op in ops for node in graph.find_nodes(op="call_function", target=op, sort=False)}
 
 
 class _Drawing:
@@ -126,6 +128,7 @@ class _Drawing:
         return SmallGraph(
             tuple(boxes[index] for index in range(min(len(boxes), MAX_BOXES))),
             tuple((*ends, name) for ends, name in edges.items() if max(ends) < MAX_BOXES),
+            start=kept[0],
         )
 
 

@@ -114,6 +114,7 @@ def test_the_wheel_holds_every_module_and_data_file_once(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     wanted = {module for part in PARTS[:4] for module in modules_of(part)} | {"graphfuse/py.typed"}
     wanted |= {f"graphfuse/{path.relative_to(ROOT).as_posix()}" for path in files_of("configs")}
+    wanted |= {path.relative_to(ROOT).as_posix() for path in files_of("graphfuse/page")}
     assert sorted(name for name in names if ".dist-info/" not in name) == sorted(wanted)
     assert sum(name.endswith(".json") for name in names) >= 8
 

@@ -20,6 +20,7 @@ def explain(
         str | None, typer.Option(help="Folder of tuned MoE kernel configs to look in before the shipped ones.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write the report as a page for a browser to this file.")] = None,
 ) -> None:
     """Show what would become of each reduction and each layer of experts of a model on a host, without running it."""
     with plain_errors():
@@ -27,10 +28,12 @@ def explain(
 
         config = FuseConfig(moe_config_dir=moe_config_dir)
 
-        from graphfuse.cli.show import show_report
+        from graphfuse.cli.show import show_report, write_page
         from graphfuse.explain import explain_checkpoint
 
         report = explain_checkpoint(model, tp, device_facts, config=config)
+        if html is not None:
+            write_page(report, html, f"{Path(model).resolve().name} at TP {tp}")
         if as_json:
             print(report.dumps())
         else:

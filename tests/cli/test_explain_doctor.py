@@ -14,8 +14,11 @@ from tests.cli.conftest import REPOSITORY
 def test_explain_tells_of_another_host_without_weights(graphfuse, checkpoint, tmp_path):
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     facts = REPOSITORY / "configs" / "facts" / "h100_x8.json"
-    result = graphfuse("explain", "--model", tmp_path, "--tp", 8, "--device-facts", facts, "--json")
+    page = tmp_path / "page.html"
+    result = graphfuse("explain", "--model", tmp_path, "--tp", 8, "--device-facts", facts, "--json", "--html", page)
     assert result.returncode == 0, result.stderr
+    assert f"Report page: {page}" in result.stderr
+    assert f"{tmp_path.name} at TP 8" in page.read_text() and '"all_reduce": 5' in page.read_text()
     report = json.loads(result.stdout)
     assert report["totals"]["all_reduce"] == 5  # the embedding, two in each layer
     assert report["gate"]["facts"]["world_size"] == 8

@@ -11,10 +11,14 @@ from graphfuse.errors import ConfigError
 from graphfuse.passes import default_rules
 from graphfuse.passes.driver import run_passes
 from graphfuse.passes.dump import Dump
+from graphfuse.passes.fuse_add_rms_norm import FUSE_ADD_RMS_NORM
 from graphfuse.testing import fake_tp
 from tests.passes.graphs import context, flat_layers
 
-MATCH, MERGE, ADD_NORM, NORM, LOWER = [rule.name for rule in default_rules()]
+RULES = [rule.name for rule in default_rules()]
+STEPS = [f"{number:03d}_{name}" for number, name in enumerate(["before", *RULES])]
+REWRITES = 1 + RULES.index(FUSE_ADD_RMS_NORM.name)
+"""The step of the one rule that has something to do."""
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +35,9 @@ def run(group, dump):
 def test_dumps_are_numbered_and_readable(group, tmp_path):
     run(group, Dump(str(tmp_path / "dump"), prefix="graph0_"))
     files = sorted(path.name for path in (tmp_path / "dump").glob("*.py"))
-    assert files == [
-        f"graph0_00{i}_{name}.py" for i, name in enumerate(("before", MATCH, MERGE, ADD_NORM, NORM, LOWER))
-    ]
-    before, _, _, after, _, last = ((tmp_path / "dump" / name).read_text() for name in files)
+    assert files == [f"graph0_{step}.py" for step in STEPS]
+    texts = [(tmp_path / "dump" / name).read_text() for name in files]
+    before, after, last = texts[0], texts[REWRITES], texts[-1]
     assert "torch.ops._c10d_functional.all_reduce.default" in before
     assert "torch.ops.graphfuse.all_reduce_add_rms_norm.default" in after
     assert "all_reduce.default" not in after
@@ -45,9 +48,9 @@ def test_a_dump_shows_what_each_rule_changed(group, tmp_path):
     """A diff for the one rule that rewrote something, and none for the others."""
     run(group, Dump(str(tmp_path), prefix="graph0_"))
     (diff,) = tmp_path.glob("*.diff")
-    assert diff.name == f"graph0_003_{ADD_NORM}.diff"
+    assert diff.name == f"graph0_{STEPS[REWRITES]}.diff"
     lines = diff.read_text().splitlines()
-    assert lines[:2] == [f"--- graph0_002_{MERGE}.py", f"+++ graph0_003_{ADD_NORM}.py"]
+    assert lines[:2] == [f"--- graph0_{STEPS[REWRITES - 1]}.py", f"+++ graph0_{STEPS[REWRITES]}.py"]
     assert sum("_c10d_functional.all_reduce.default" in line for line in lines if line[0] == "-") == 1
     assert sum("graphfuse.all_reduce_add_rms_norm.default" in line for line in lines if line[0] == "+") == 1
     assert not [line for line in lines if line[0] == "-" and "mm.default" in line], "the product stays as it is"
@@ -56,11 +59,10 @@ def test_a_dump_shows_what_each_rule_changed(group, tmp_path):
 def test_the_structured_trace_holds_the_graphs_and_the_diff(group, structured_trace):
     run(group, Dump(None))
     names = [name for name in structured_trace if name.startswith("graphfuse_")]
-    assert names == [
-        "graphfuse_000_before", f"graphfuse_001_{MATCH}", f"graphfuse_002_{MERGE}", f"graphfuse_003_{ADD_NORM}",
-        f"graphfuse_003_{ADD_NORM}.diff", f"graphfuse_004_{NORM}", f"graphfuse_005_{LOWER}",
-    ]  # fmt: skip
-    assert "+++ 003_all_reduce_add_rms_norm.py" in structured_trace[f"graphfuse_003_{ADD_NORM}.diff"]
+    diff = f"graphfuse_{STEPS[REWRITES]}.diff"
+    graphs = [f"graphfuse_{step}" for step in STEPS]
+    assert names == [*graphs[: REWRITES + 1], diff, *graphs[REWRITES + 1 :]]
+    assert f"+++ {STEPS[REWRITES]}.py" in structured_trace[diff]
 
 
 @pytest.fixture
