@@ -68,7 +68,7 @@ def run(
     """`[T, H]` in `dtype`, for arguments that the op has checked and `moe_triton.can_run` has no objection to."""
     num_tokens, hidden = tokens.shape
     out = torch.empty(num_tokens, hidden, dtype=dtype, device=tokens.device)
-    if num_tokens == 0 or topk_ids.numel() == 0:
+    if num_tokens == 0 or topk_ids.numel() == 0 or weights.num_experts == 0:
         return out.zero_()
     tokens, topk_ids, topk_weights = _rows_adjacent(tokens), topk_ids.contiguous(), topk_weights.contiguous()
     experts, two_i, _ = weights.gate_up_shape

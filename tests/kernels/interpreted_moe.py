@@ -229,6 +229,13 @@ def test_the_shares_of_two_ranks_with_their_own_experts_sum_up(form):
     torch.testing.assert_close(shares[0] + shares[1], run(layer, tokens, ids, weights), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", ["unscaled", "block, dynamic"])
+def test_a_rank_without_experts_adds_nothing(form):
+    layer = make_layer(form, num_experts=3, block_shape=(32, 32))
+    tokens, ids, weights = make_inputs(layer, 4, 2)
+    assert torch.equal(run(_slice(layer, 3, 3), tokens, ids, weights, first_expert=3), torch.zeros_like(tokens))
+
+
 def _slice(layer, first, last):
     """A rank's experts: views into the weights of all."""
     w = layer.weights
