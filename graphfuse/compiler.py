@@ -28,7 +28,7 @@ from graphfuse.comm.watching import in_call, watch
 from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, GradientsEnabledError, GraphBreakError, GraphfuseError, GroupError
 from graphfuse.input_placements import InputPlacements
-from graphfuse.integrations.transformers_tp import describe, require_traceable, shard_if_whole
+from graphfuse.integrations.transformers_tp import describe, is_transformers_model, require_traceable, shard_if_whole
 from graphfuse.region_marks import marked_regions, repeated_layer_classes
 from graphfuse.report import Report
 from graphfuse.tokens import Marking, TokenDims, is_empty
@@ -136,6 +136,7 @@ class CompiledModel(nn.Module):
         self.training = model.training
         self._settings = (group, config, facts, capture)
         self._session = self._new_session()
+        self._decoding: Session | None = None
         self._attempts = _attempts(model)
         unlike = repeated_layer_classes(model, alike=False) and not repeated_layer_classes(model)
         self._notes = ["layers were traced flat: they hold objects or forwards that are not equal."] if unlike else []
@@ -148,8 +149,10 @@ class CompiledModel(nn.Module):
 
     @property
     def report(self) -> Report:
-        """What became of every reduction. Says "not traced yet" before the first call."""
-        return self._session.report
+        """What became of every reduction. Says "not traced yet" before the first call. Until forward is called, of what
+        `generate` compiled."""
+        decoding = self._decoding
+        return self._session.report if decoding is None or self._session.report.traced else decoding.report
 
     def trace(self, example_inputs: Sequence[Any] | Mapping[str, Any] | Tensor) -> None:
         """Trace the model by one forward on these inputs."""
@@ -187,6 +190,8 @@ class CompiledModel(nn.Module):
     def close(self) -> None:
         """Give the workspaces back to the pool. The model cannot be called afterwards."""
         self._session.close()
+        if self._decoding is not None:
+            self._decoding.close()
         self._compiled, self._closed = None, True
 
     def __enter__(self) -> CompiledModel:
@@ -199,7 +204,9 @@ class CompiledModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_orig_mod"], name)
+            model = self.__dict__["_orig_mod"]
+            own = is_transformers_model(model) and name == "generate"
+            return self._generate if own else getattr(model, name)
 
     def train(self, mode: bool = True) -> CompiledModel:
         self._orig_mod.train(mode)
@@ -209,6 +216,25 @@ class CompiledModel(nn.Module):
     def _apply(self, fn: Callable, recurse: bool = True) -> CompiledModel:
         self._orig_mod._apply(fn, recurse)
         return self
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, with a static cache and the decode step compiled here, unless told otherwise."""
+        from graphfuse.integrations.transformers_generate import settings_for
+
+        if self._closed:
+            raise ConfigError("This compiled model is closed. Call graphfuse.compile again.")
+        if not self._begun:
+            self._begin()
+        if self._decoding is None:
+            self._decoding = self._new_session(mode="reduce-overhead" if self.device.type == "cuda" else None)
+        settings = settings_for(self._orig_mod, self._decoding, kwargs)
+        try:
+            with in_call(self._watch, "generate", (*args, *kwargs.values())):
+                return self._orig_mod.generate(*args, **settings)
+        except GroupError:
+            self._decoding.abandon()
+            self._decoding = None
+            raise
 
     # --- tracing ---------------------------------------------------------------------------------------------------
 
@@ -285,9 +311,10 @@ class CompiledModel(nn.Module):
             # Unbacked sizes were taken to be equal, and these inputs' are not: one of them is broadcast.
             raise _TracingFailed(error) from error
 
-    def _new_session(self) -> Session:
+    def _new_session(self, mode: str | None = None) -> Session:
         group, config, facts, capture = self._settings
-        session = Session(group, config, facts=facts, capture=capture, inputs=InputPlacements(self._orig_mod))
+        inputs = InputPlacements(self._orig_mod)
+        session = Session(group, config, mode=mode, facts=facts, capture=capture, inputs=inputs)
         session.report.model = describe(self._orig_mod)
         weakref.finalize(self, session.close).atexit = False
         return session
