@@ -13,13 +13,19 @@ import pytest
 
 from graphfuse.errors import TraceMismatchError
 from graphfuse.testing.golden import set_update
+from graphfuse.tuning import moe_plot, moe_result
 from graphfuse.tuning.allreduce_plot import plot
 from graphfuse.tuning.allreduce_result import LARGE_TOKENS, SMALL_TOKENS, Result
+from graphfuse.tuning.measured import geometric_mean
+from graphfuse.tuning.moe_peers import Peers
 from tests.documents import ROOT, run
 from tests.generation.conftest import checkpoint  # noqa: F401  (the tiny Llama)
 
 README = (ROOT / "README.md").read_text()
 MEASURED = ROOT / "benchmarks" / "results" / "allreduce_h200x2.json"
+MEASURED_MOE = ROOT / "benchmarks" / "results" / "moe_h200.json"
+MOE_PEERS = ROOT / "benchmarks" / "peers" / "moe_vllm_0_22_h200.json"
+MOE_TOKENS = (1, 8, 128, 2048, 8192)
 PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 SCRIPT, GENERATE, TEST = PYTHON
 QWEN3_8B = {
@@ -120,15 +126,44 @@ def _figures(ratios: dict[str, Any]) -> str:
     return " / ".join(f"{figure:.2f}" for figure in (*means, ratios["worst"]["ratio"]))
 
 
-MARKED = re.compile(r"(<!-- measured: \S+ -->\n).*?(<!-- end -->)", re.DOTALL)
+def measured_moe_table(result: moe_result.Result) -> str:
+    """The table of MoE layers, likewise."""
+    rows = {(row.shape, row.tokens): row for row in result.rows}
+    lines = ["| shape, number format | " + " | ".join(f"{n:,} token{'s' * (n > 1)}" for n in MOE_TOKENS) + " |"]
+    lines.append("|---" * (1 + len(MOE_TOKENS)) + "|")
+    for shape in result.shapes:
+        cells = []
+        for tokens in MOE_TOKENS:
+            us = rows[shape.name, tokens].us
+            ours, grouped = us[moe_result.TUNED], us.get(moe_result.GROUPED)
+            cells.append(f"{ours:.0f}" if grouped is None else f"{grouped:.0f} → {ours:.0f} ({grouped / ours:.1f}x)")
+        lines.append(f"| {shape.name} | " + " | ".join(cells) + " |")
+    few, more = (
+        geometric_mean([row.us[moe_result.TUNED] / row.floor_us for row in result.rows if low <= row.tokens <= high])
+        for low, high in ((1, 8), (16, 512))
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items() if version)
+    text = (
+        f"graphfuse takes {few:.2f} times the floor up to 8 tokens and {more:.2f} times up to 512 (geometric means): "
+        f"the larger of reading the experts' weights once and of the arithmetic. One run, {result.date}; {versions}; "
+        f"{result.routing} routing."
+    )
+    return "\n".join([*lines, "", textwrap.fill(text, 118)])
 
 
-def with_measured_table(text: str) -> str:
-    return MARKED.sub(lambda m: f"{m[1]}{measured_table(Result.read(MEASURED))}\n{m[2]}", text)
+MARKED = re.compile(r"(<!-- measured: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_measured_tables(text: str) -> str:
+    tables = {
+        str(MEASURED.relative_to(ROOT)): measured_table(Result.read(MEASURED)),
+        str(MEASURED_MOE.relative_to(ROOT)): measured_moe_table(moe_result.Result.read(MEASURED_MOE)),
+    }
+    return MARKED.sub(lambda m: f"{m[1]}{tables[m[2]]}\n{m[3]}", text)
 
 
 def test_the_figures_are_those_of_the_measurement():
-    assert with_measured_table(README) == README, "run python -m tests.test_readme"
+    assert with_measured_tables(README) == README, "run python -m tests.test_readme"
 
 
 def test_every_environment_variable_is_listed():
@@ -152,5 +187,6 @@ def test_links_lead_to_files():
 
 
 if __name__ == "__main__":
-    Path(ROOT / "README.md").write_text(with_measured_table(README))
+    Path(ROOT / "README.md").write_text(with_measured_tables(README))
     plot(Result.read(MEASURED), MEASURED.with_suffix(".png"))
+    moe_plot.plot(moe_result.Result.read(MEASURED_MOE), MEASURED_MOE.with_suffix(".png"), Peers.read(MOE_PEERS))

@@ -1,12 +1,15 @@
 """Launch parameters where no file was tuned: a rule of thumb, from measurements of five shapes on H200.
 
 What decides is how many rows an expert gets. With few of them the time is that of reading the weights, and blocks of
-rows should be no taller than needed; with many it is that of the tensor cores, and blocks should be large.
+rows should be no taller than needed; with many it is that of the tensor cores, and blocks should be large. A product of
+few inputs has no use for more stages than steps, and without them more of its programs fit on an SM.
 
 Legend: T tokens, E experts, K choices per token.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from graphfuse.tuning.moe_tiles import MoeShape, Tile, Tiles
 
@@ -16,7 +19,8 @@ def heuristic(shape: MoeShape, num_tokens: int) -> Tiles:
     experts, top_k = max(shape.num_experts, 1), max(shape.top_k, 1)
     touched = experts * (1 - (1 - min(top_k / experts, 1)) ** num_tokens)
     tile = _tile(num_tokens * top_k / max(touched, 1), num_tokens * top_k, shape)
-    return Tiles(tile, tile)
+    steps = -(-shape.intermediate_size // tile.block_size_k)
+    return Tiles(tile, replace(tile, num_stages=min(tile.num_stages, max(2, steps))))
 
 
 def _tile(rows: float, choices: int, shape: MoeShape) -> Tile:
