@@ -58,7 +58,7 @@ def main() -> int:
     random_weights(model, device)
     exact = registry.build(config, group, torch.float32, device).requires_grad_(False)
     exact.load_state_dict(model.state_dict())
-    # A choice of experts that is a tie to rounding turns out either way, so that single rows say little: all are summed.
+    # A choice of experts that is a tie to rounding turns out either way: single rows say little, so all are summed.
     off, agree = torch.zeros(3, dtype=torch.float64), True  # squares of: compiled - exact, eager - exact, exact
     with graphfuse.compile(model, group) as compiled, torch.no_grad():
         for batch, length in SIZES:
