@@ -20,7 +20,8 @@ BLOCKS = [(path, code) for path in sorted((ROOT / "docs").glob("*.md")) for code
 
 
 @pytest.mark.parametrize(("path", "code"), BLOCKS, ids=[path.name for path, _ in BLOCKS])
-def test_it_runs(path: Path, code: str, checkpoint, capsys):  # noqa: F811
+def test_it_runs(path: Path, code: str, checkpoint, capsys, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
     code = code.replace("path/to/checkpoint", str(checkpoint))
     exec(compile(code, path, "exec"), {"tp_group": None})
     assert capsys.readouterr().out.strip(), "it prints what it shows"
