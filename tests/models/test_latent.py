@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._subclasses import FakeTensorMode
 
 from graphfuse.errors import CheckpointError
+from graphfuse.models import registry
+from graphfuse.models.deepseek import DeepseekDenseLayer, DeepseekSparseLayer
+from graphfuse.region_marks import repeated_layer_classes
 from graphfuse.weights.load import load
+from tests.models import tiny
 from tests.models.parity import TOLERANCE, compare, compiled, identity
 from tests.models.tiny import Checkpoint
 
@@ -66,6 +71,20 @@ def test_logits_equal_transformers(ranks, tiny_checkpoint, family, tp, wrap):
     assert found.plain < TOLERANCE
     assert found.cached < TOLERANCE
     assert found.ranks_agree
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "mistral4", "glm4_moe_lite"])
+def test_dense_and_sparse_layers_are_each_traced_once(family):
+    config = tiny.config(family)
+    config.num_hidden_layers, config.first_k_dense_replace = 5, 2
+    config.mlp_layer_types = ["dense"] * 2 + ["sparse"] * 3
+    model = registry.build(config, device="meta")
+    assert repeated_layer_classes(model) == [DeepseekDenseLayer, DeepseekSparseLayer]
+    with FakeTensorMode():
+        model = registry.build(config, dtype=torch.bfloat16)
+        last = torch.zeros(2, dtype=torch.int64)
+        logits = model(torch.zeros(2, 5, dtype=torch.int64), None, model.new_kv_caches(2, 5), last)
+        assert (logits.shape, logits.dtype) == ((2, config.vocab_size), torch.bfloat16)
 
 
 def with_a_predictor(checkpoint: Checkpoint, folder: Path, *, announced: bool) -> Path:

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
-import json
+import json, sys
 import torch, torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.decorators import mark_unbacked
@@ -59,10 +59,10 @@ def trace(family, cached):
 
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-families = ("llama", "mistral", "qwen3", "qwen3_moe")
+families = sys.argv[1:]
 found = {f"{family} with caches": trace(family, True) for family in families}
-found["llama without caches"] = trace("llama", False)
-for family in ("llama", "qwen3", "qwen3_moe"):
+found["without caches"] = trace(families[0], False)
+for family in families:
     for layer in {type(layer) for layer in registry.build(tiny.config(family), device="meta").layers}:
         layer.forward = torch.compiler.nested_compile_region(layer.forward)
     found[f"{family} as regions"] = trace(family, True)
@@ -70,15 +70,19 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def traced() -> dict[str, list[list[int]]]:
+def trace(*families: str) -> dict[str, list[list[int]]]:
     """For each kind of call: one [calls of regions, different regions] a graph."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", SCRIPT, *families],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def traced() -> dict[str, list[list[int]]]:
+    return trace("llama", "mistral", "qwen3", "qwen3_moe")
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "qwen3_moe"])
@@ -87,7 +91,7 @@ def test_one_graph_serves_every_batch_and_length(traced, family):
 
 
 def test_one_graph_serves_every_batch_and_length_without_caches(traced):
-    assert traced["llama without caches"] == [[0, 0]]
+    assert traced["without caches"] == [[0, 0]]
 
 
 def test_repeated_layers_are_one_region_called_again(traced):
@@ -98,3 +102,11 @@ def test_repeated_layers_are_one_region_called_again(traced):
 def test_layers_of_another_kind_are_no_calls_of_the_same_region(traced, family):
     """Two layers of three are alike; the third is a region of its own, which torch 2.13 inlines, being called once."""
     assert traced[f"{family} as regions"] in ([[2, 1]], [[3, 2]])
+
+
+@pytest.mark.slow
+def test_latent_attention_is_one_graph_and_its_layers_are_regions():
+    traced = trace("deepseek_v3", "mistral4")
+    assert traced["deepseek_v3 with caches"] == traced["mistral4 with caches"] == traced["without caches"] == [[0, 0]]
+    assert traced["deepseek_v3 as regions"] in ([[2, 1]], [[3, 2]])
+    assert traced["mistral4 as regions"] == [[3, 1]]
