@@ -183,6 +183,8 @@ def test_on_a_phone_details_come_up_on_a_tap_and_go_away(show):
     assert not page.locator("#details").is_visible()
     page.locator(".chip[data-status=declined]").last.click()
     assert page.locator("#details").is_visible()
+    tapped, sheet = page.locator(".chip").last.bounding_box(), page.locator("#details").bounding_box()
+    assert tapped["y"] >= 0 and tapped["y"] + tapped["height"] <= sheet["y"], "the sheet does not cover what was tapped"
     page.get_by_role("button", name="Close the details").click()
     assert not page.locator("#details").is_visible()
 
