@@ -98,12 +98,11 @@ class Fp8Weight:
             into = module.weight_scale.narrow(0, offset // n, -(-shard.local // n))
             if self.block_shape is not None:
                 shape = (-(-shard.full // BLOCK), -(-self.inputs.full // BLOCK))
-                rows, columns = block_sources(shard, n), block_sources(self.inputs, k)
-                yield scale_plan(name, shape, into, module.weight_scale, pick_both(rows, columns))
+                change = picking((0, block_sources(shard, n)), (1, block_sources(self.inputs, k)))
+                yield scale_plan(name, shape, into, module.weight_scale, change)
             elif self.scheme.weights == "channel":
-                shape = (shard.full,)
-                rows = block_sources(shard, 1, 1)
-                yield scale_plan(name, shape, into, module.weight_scale, lambda t, r=rows: pick(t, r, 0))
+                change = picking((0, block_sources(shard, 1, 1)))
+                yield scale_plan(name, (shard.full,), into, module.weight_scale, change)
             else:
                 yield scale_plan(name, (), into, module.weight_scale, None)
             if self.scheme.activations == "static":
@@ -154,12 +153,14 @@ def block_sources(shard: Shard, block: int, published: int = BLOCK) -> list[int]
     return sources
 
 
-def pick(scale: Tensor, sources: list[int], dim: int) -> Tensor:
-    """Entries of a dimension in another order; zero where there is none."""
-    index = torch.tensor(sources, dtype=torch.int64)
-    shape = [-1 if d == dim else 1 for d in range(scale.dim())]
-    return scale.index_select(dim, index.clamp(min=0)) * (index >= 0).view(shape)
+def picking(*along: tuple[int, list[int]]) -> Callable[[Tensor], Tensor]:
+    """Of each (dimension, sources): the entries with these numbers, zero for -1."""
 
+    def pick(scale: Tensor) -> Tensor:
+        for dim, sources in along:
+            index = torch.tensor(sources, dtype=torch.int64)
+            shape = [-1 if d == dim else 1 for d in range(scale.dim())]
+            scale = scale.index_select(dim, index.clamp(min=0)) * (index >= 0).view(shape)
+        return scale
 
-def pick_both(rows: list[int], columns: list[int]) -> Callable[[Tensor], Tensor]:
-    return lambda t: pick(pick(t, rows, 0), columns, 1)
+    return pick

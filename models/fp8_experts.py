@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from graphfuse.errors import UnsupportedModelError
-from graphfuse.models.fp8 import block_sources, first_of, input_scale_plan, pick, pick_both, scale_plan, zeros
+from graphfuse.models.fp8 import block_sources, first_of, input_scale_plan, picking, scale_plan, zeros
 from graphfuse.models.quantisation import BLOCK, INPUT_SCALES, WEIGHT_SCALES, Fp8Scheme
 from graphfuse.models.sharding import Shard, whole
 from graphfuse.ops.fp8_linear import FP8, quantise_fp8
@@ -44,7 +44,8 @@ class Fp8Experts:
         device = gate_up.device
         module.gate_up_proj = zeros(*gate_up.shape, dtype=FP8, device=device)
         module.down_proj = zeros(*down.shape, dtype=FP8, device=device)
-        gate_up_scale, down_scale = (experts, outputs), (experts, hidden)
+        gate_up_scale: tuple[int, ...] = (experts, outputs)
+        down_scale: tuple[int, ...] = (experts, hidden)
         module.shard_dims = {"gate_up_proj": 1, "down_proj": 2, "gate_up_scale": 1}
         if self.scheme.weights == "block":
             assert inner % BLOCK == 0, "divided at blocks (TensorParallel.inner_multiple)"
@@ -89,11 +90,11 @@ class Fp8Experts:
                 name = first_of(f"{path}.{e}.{part}", WEIGHT_SCALES, names)
                 if self.scheme.weights == "block":
                     shape = (-(-outputs.full // BLOCK), -(-inputs.full // BLOCK))
-                    change = pick_both(block_sources(outputs, BLOCK), block_sources(inputs, BLOCK))
+                    change = picking((0, block_sources(outputs, BLOCK)), (1, block_sources(inputs, BLOCK)))
                     yield scale_plan(name, shape, into, target, change)
                 elif self.scheme.weights == "channel":
-                    rows = block_sources(outputs, 1, 1)
-                    yield scale_plan(name, (outputs.full,), into, target, lambda t, r=rows: pick(t, r, 0))
+                    change = picking((0, block_sources(outputs, 1, 1)))
+                    yield scale_plan(name, (outputs.full,), into, target, change)
                 else:
                     yield scale_plan(name, (), into, target, None)
                 if self.scheme.activations == "static":
@@ -115,32 +116,30 @@ class Fp8Experts:
                     'a block would hold gates and ups. Load the model with implementation="transformers".'
                 )
             rows = [*half, *(s + n if s >= 0 else s for s in half)]
-            yield _fused_plan(gate_up, (experts, 2 * n, len(every)), module.gate_up_scale, _along(rows, every))
-            yield _fused_plan(down, (experts, len(every), n), module.down_scale, _along(every, half))
+            change = picking((1, rows), (2, every))
+            yield _fused_plan(gate_up, (experts, 2 * n, len(every)), module.gate_up_scale, change)
+            yield _fused_plan(down, (experts, len(every), n), module.down_scale, picking((1, every), (2, half)))
         elif self.scheme.weights == "channel":
             half, full = block_sources(self.shard, 1, 1), self.shard.full
             rows = [*half, *(s + full if s >= 0 else s for s in half)]
-            change = lambda t: pick(t, rows, 1)  # noqa: E731
+            change = picking((1, rows))
             yield _fused_plan(gate_up, (experts, 2 * full), module.gate_up_scale, change, ((experts, 2 * full, 1),))
             shape = (experts, hidden.full)
             yield _fused_plan(down, shape, module.down_scale, lambda t: t, ((*shape, 1),))
         else:
             local = self.shard.local
-            change = lambda t: t.expand(experts, 2).repeat_interleave(local, 1)  # noqa: E731
-            also = ((experts, 1, 1), (experts, 2), (experts, 1), (experts,))
-            yield _fused_plan(gate_up, (experts, 2, 1), module.gate_up_scale, change, also, (experts, -1))
-            also = ((experts, 1), (experts,))
-            yield _fused_plan(down, (experts, 1, 1), module.down_scale, lambda t: t, also, (experts, 1))
+            one = ((experts, 1), (experts,))
+            also = ((experts, 1, 1), (experts, 2), *one)
+            yield _fused_plan(
+                gate_up, (experts, 2, 1), module.gate_up_scale,
+                lambda t: t.expand(experts, 2).repeat_interleave(local, 1), also, (experts, -1),
+            )  # fmt: skip
+            yield _fused_plan(down, (experts, 1, 1), module.down_scale, lambda t: t, one, (experts, 1))
         if self.scheme.activations == "static":
             for part, owner in (("gate_up_proj", module.tokens_scale), ("down_proj", module.intermediate_scale)):
                 name = first_of(f"{path}.{part}", FUSED_INPUT_SCALES, names, "_")
-                also = ((experts, 1), (experts, 1, 1), (), (1,))
-                spread = lambda t: t.expand(experts)  # noqa: E731
-                yield _fused_plan(name, (experts,), owner, spread, also, (-1,))
-
-
-def _along(rows: list[int], columns: list[int]) -> Any:
-    return lambda t: pick(pick(t, rows, 1), columns, 2)
+                shapes = ((experts, 1), (experts, 1, 1), (), (1,))
+                yield _fused_plan(name, (experts,), owner, lambda t: t.expand(experts), shapes, (-1,))
 
 
 def _fused_plan(

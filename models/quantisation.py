@@ -123,7 +123,9 @@ def _scheme(group: dict[str, Any]) -> Fp8Scheme:
     if strategy == "block" and list(weights.get("block_structure") or ()) != [BLOCK, BLOCK]:
         raise _unsupported(f"block_structure={brief(weights.get('block_structure'))}")
     dynamic = bool(inputs.get("dynamic"))
-    activations = {("tensor", False): "static", ("token", True): "token", ("group", True): "group"}.get((by, dynamic))
+    activations = {("tensor", False): "static", ("token", True): "token", ("group", True): "group"}.get(
+        (str(by), dynamic)
+    )
     if strategy not in ("block", "tensor", "channel") or activations is None:
         raise _unsupported(f"weights by {brief(strategy)} with activations by {brief(by)}, dynamic={dynamic}")
     if activations == "group" and inputs.get("group_size") != BLOCK:

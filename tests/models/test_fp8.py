@@ -19,8 +19,9 @@ from tests.models.parity import TOLERANCE, compare, compiled_as_it_is, identity
 from tests.models.tiny_fp8 import FORMS
 
 SLOW = pytest.mark.slow
-FP8_TOLERANCE = 0.25
-"""Of the difference to the dequantised model over the logits, root mean squares: 3 mantissa bits, two layers."""
+FP8_TOLERANCE = 0.2
+"""Of a token's difference to the dequantised model over all logits, root mean squares: 3 mantissa bits, two layers. The
+median counts: tokens whose choice of experts is close may choose another."""
 
 FAST = {("llama", "block", 2), ("qwen3_moe", "block", 2), ("qwen3_moe", "static", 1)}
 PAIRS = [(family, form) for family in ("llama", "qwen3_moe") for form in FORMS]
@@ -31,6 +32,11 @@ EXACT = [
     for family, form in PAIRS
     for tp in (1, 2, 4)
     if form != "channel" or tp == 1
+]
+EXACT += [
+    pytest.param(family, form, tp, marks=SLOW)
+    for family, form in (("deepseek_v3", "block"), ("deepseek_v3", "static"), ("qwen3_next", "block"))
+    for tp in (1, 2, 4)
 ]
 BROKEN = [
     ("llama", "block", "scale_of_a_block_wrong"),
@@ -101,8 +107,8 @@ def test_compiled_in_bfloat16_it_is_near_the_dequantised_model_and_fully_fused(r
     results = ranks.run(tp, rank_run, checkpoint.path, checkpoint.batch.input_ids, torch.bfloat16, timeout=120.0)
     for logits, ops, kinds in results:
         assert torch.equal(logits, results[0][0])
-        error = (logits - checkpoint.dequantised).pow(2).mean().sqrt() / checkpoint.dequantised.std()
-        assert error < FP8_TOLERANCE
+        errors = (logits - checkpoint.dequantised).pow(2).mean(-1).sqrt() / checkpoint.dequantised.std()
+        assert errors.median() < FP8_TOLERANCE
         assert "weight" in kinds and ("gate_up_proj" in kinds) == (family == "qwen3_moe")
         if tp > 1:
             assert len(ops) == 5 and all(op.startswith("all_reduce") for op in ops), ops

@@ -19,7 +19,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from tests.models.tiny import Batch, Checkpoint, randomise
 
@@ -29,7 +36,12 @@ SIZES: dict[str, Any] = {
     "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61, "num_hidden_layers": 2,
     "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEARS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "q_a_proj", "q_b_proj",
+    "kv_a_proj_with_mqa", "kv_b_proj", "in_proj_qkvz", "out_proj",
+)  # fmt: skip
+MULTIPLIED_AS_MEANT = ("kv_b_proj",)
+"""Weights of which products are made with others, absorbed, in the model's dtype: what they multiply is not rounded."""
 
 
 def compressed(weights: dict[str, Any], activations: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -60,7 +72,7 @@ HEADS = ["lm_head", "re:.*mlp\\.gate$"]
 FORMS = {
     "block": Form(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
-         "modules_to_not_convert": ["model.layers.1.self_attn.o_proj", "lm_head"]},
+         "modules_to_not_convert": ["model.layers.1.self_attn.o_proj", "lm_head", "linear_attn.in_proj_ba"]},
         "block", "group", "weight_scale_inv", plain=("model.layers.1.self_attn.o_proj",),
     ),
     "block_powers_of_two": Form(
@@ -98,6 +110,20 @@ FORMS = {
 def config(family: str, **changes: Any) -> PretrainedConfig:
     if family == "llama":
         return LlamaConfig(**{**SIZES, "head_dim": 128, "intermediate_size": 384, "attention_bias": True, **changes})
+    if family == "deepseek_v3":  # the projections to latents end in half a block
+        return DeepseekV3Config(
+            **{**SIZES, "intermediate_size": 384, "moe_intermediate_size": 128, "n_routed_experts": 4, "n_group": 2,
+               "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+               "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
+               "v_head_dim": 128, "num_key_value_heads": 4, **changes},
+        )  # fmt: skip
+    if family == "qwen3_next":
+        return Qwen3NextConfig(
+            **{**SIZES, "head_dim": 128, "intermediate_size": 384, "num_experts": 4, "num_experts_per_tok": 2,
+               "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "linear_key_head_dim": 128,
+               "linear_value_head_dim": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+               "layer_types": ["linear_attention", "full_attention"], **changes},
+        )  # fmt: skip
     return Qwen3MoeConfig(
         **{**SIZES, "head_dim": 128, "intermediate_size": 384, "num_experts": 4, "num_experts_per_tok": 2,
            "moe_intermediate_size": 384, "norm_topk_prob": True, **changes},
@@ -130,7 +156,7 @@ def save(family: str, form_name: str, folder: Path, **changes: Any) -> Fp8Checkp
         stored[name], stored[f"{linear}.{form.scale}"] = quantised, scale
         if form.input_scale:  # one for all readers of an input, as calibration gives; activations reach 30 or so
             key = linear.rpartition(".")[0] + (".down" if linear.endswith("down_proj") else "")
-            scales.setdefault(key, (2 + torch.rand((), generator=generator)) / LARGEST * 4)
+            scales.setdefault(key, (2 + torch.rand((), generator=generator)) / LARGEST * 16)
             stored[f"{linear}.{form.input_scale}"] = scales[key].reshape(form.shape).clone()
     model = model.double()
     for linear, weight in meant.items():
@@ -253,7 +279,7 @@ def round_activations(model: nn.Module, linears: dict[str, Tensor], form: Form, 
     """Let each quantised linear, and each expert, round what it multiplies."""
     for name in linears:
         scale = stored.get(f"{name}.{form.input_scale}")
-        if ".experts." not in name:
+        if ".experts." not in name and not name.endswith(MULTIPLIED_AS_MEANT):
             hook = rounding(form, scale)
             model.get_submodule(name).register_forward_pre_hook(lambda _module, args, hook=hook: (hook(args[0]),))
     for name, module in model.named_modules():
