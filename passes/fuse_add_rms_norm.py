@@ -5,7 +5,8 @@
 
 The add and the norm may belong to the next layer, or the norm be the model's last: the graph does not know layers. The
 bias of a row-parallel linear, added between the reduction and the residual, is added to the first rank's partial sum
-instead: adding it to the residual, which is larger, would round more than the model does.
+instead: adding it to the residual, which is larger, would round more than the model does. So is a whole term that is
+proved to be equal on every rank, such as a shared expert that the plan left unsharded.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.fx import Graph, Node
 
 from graphfuse.ops import fused_all_reduce  # noqa: F401  (registers the op)
 from graphfuse.passes.graph_reading import (
+    VIEWS,
     aten,
     describe,
     is_call,
@@ -27,9 +29,10 @@ from graphfuse.passes.graph_reading import (
     same_shape,
     value,
 )
+from graphfuse.passes.merge_reductions import is_replicated
 from graphfuse.passes.norm_site import emit, erase_reduction, norm_fits, require_norm
 from graphfuse.passes.placement.pointwise import ONE_RANK_ADDS
-from graphfuse.passes.reductions import Reduction, all_reduce, gate_allows, sum_over_compiled_group
+from graphfuse.passes.reductions import Reduction, all_reduce, c10d, gate_allows, sum_over_compiled_group
 from graphfuse.passes.rms_norm import RMSNorm
 from graphfuse.passes.rule import Context, Decline, Rule, Site
 
@@ -44,6 +47,8 @@ class AddNorm:
     add: Node
     residual: Node
     bias: Node | None
+    """A vector or a whole term that one rank adds to its partial sum, behind the first `bias_views` of the views."""
+    bias_views: int
     norm: RMSNorm
 
 
@@ -62,7 +67,8 @@ def match_add_rms_norm(node: Node, context: Context) -> Site | Decline:
     others = [user for _, user in users if user is not add]
     if others:
         return Decline(f"the reduced value has another user: {describe(others[0])}", residual=True)
-    views, casts, bias = step.views, step.casts, _bias(add, step.node)
+    views, casts, bias = step.views, step.casts, _bias(add, step.node, context)
+    bias_views = len(views)
     if bias is not None:
         beyond = readers(add)
         if len(beyond) == 1 and is_call(beyond[0][1], aten.add.Tensor):
@@ -80,17 +86,34 @@ def match_add_rms_norm(node: Node, context: Context) -> Site | Decline:
     norm = require_norm(add, "the sum")
     if isinstance(norm, Decline):
         return Decline(norm.reason, residual=True)
-    parts = AddNorm(reduction, views, add, residual, bias, norm)
+    parts = AddNorm(reduction, views, add, residual, bias, bias_views, norm)
     return Site(node, OP, norm.output, reduction.dtype, reduction.hidden_size, parts)
 
 
-def _bias(add: Node, reduced: Node) -> Node | None:
-    """The vector that is added, if it is a parameter: only one rank will add it, so it must be equal on each."""
+def _bias(add: Node, reduced: Node, context: Context) -> Node | None:
+    """What is added before the residual: a vector, if it is a parameter, or a whole term. Only one rank will add it, so
+    it must be equal on each."""
     other = add.args[1] if add.args[0] is reduced else add.args[0]
-    vector = value(other)
-    if vector is None or add.kwargs.get("alpha", 1) != 1 or vector.dim() != 1 or not is_parameter(other):
+    added, total = value(other), value(add)
+    if not isinstance(other, Node) or added is None or total is None or add.kwargs.get("alpha", 1) != 1:
         return None
-    return other  # type: ignore[return-value]
+    if added.dim() == 1:
+        return other if is_parameter(other) else None
+    if added.dtype != total.dtype or not same_shape(added, total) or not _a_residual_follows(add):
+        return None
+    return other if is_replicated(other, context) else None
+
+
+def _a_residual_follows(add: Node) -> bool:
+    """Whether one more add, of something that is no reduced value itself, is all that reads this one."""
+    beyond = readers(add)
+    if len(beyond) != 1 or not is_call(beyond[0][1], aten.add.Tensor):
+        return False
+    step, second = beyond[0]
+    residual = second.args[1] if second.args[0] is step.node else second.args[0]
+    while is_call(residual, *VIEWS):
+        residual = residual.args[0]  # type: ignore[union-attr]
+    return isinstance(residual, Node) and not is_call(residual, c10d.wait_tensor.default)
 
 
 def applies(site: Site, context: Context) -> Decline | None:
@@ -130,8 +153,10 @@ def partial_with_bias(graph: Graph, parts: AddNorm, context: Context) -> Node:
         if parts.bias is not None:
             # one graph on every rank, so that nothing can order their collectives differently; times 0 adds nothing
             share = 1.0 if context.groups.rank == 0 else 0.0
-            partial = graph.call_function(aten.add.Tensor, (partial, parts.bias), {"alpha": share})
-            partial.meta = {**parts.reduction.node.meta, ONE_RANK_ADDS: True}
+            shaped = replay(parts.views[: parts.bias_views], partial)
+            partial = graph.call_function(aten.add.Tensor, (shaped, parts.bias), {"alpha": share})
+            partial.meta = {**parts.reduction.node.meta, "val": value(shaped), ONE_RANK_ADDS: True}
+            return replay(parts.views[parts.bias_views :], partial)
         return replay(parts.views, partial)
 
 

@@ -174,12 +174,12 @@ def applies(site: Site, context: Context) -> Decline | None:
         if whole is None or total is None or whole.dtype != total.dtype or not same_shape(whole, total):
             return Decline("one of the reduced values is broadcast, or changes its dtype, where they are added")
     for factor in (factor for term in parts.terms for factor in term.factors):
-        if not _is_replicated(factor, context):
+        if not is_replicated(factor, context):
             return Decline(f"it is not known that its factor {describe(factor)} is equal on every rank")
     return None
 
 
-def _is_replicated(factor: Node, context: Context) -> bool:
+def is_replicated(factor: Node, context: Context) -> bool:
     """Whether a factor is proved to be equal on every rank, from what is known of the model's parameters and inputs."""
     if not context.placements:
         context.placements.update(check(factor.graph, known_placements(factor.graph), context.groups).values)

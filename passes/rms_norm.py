@@ -83,6 +83,8 @@ def _by_name(step: Step, reader: Node, dtype: torch.dtype) -> RMSNorm | NearMiss
         aten.var_mean.dim,
     ):
         return NearMiss("a LayerNorm follows, not an RMSNorm")
+    if is_call(reader, aten.mean.dim) and any(is_call(user, aten.sub.Tensor) for user in reader.users):
+        return NearMiss("a LayerNorm follows, not an RMSNorm")  # written out, as Cohere's
     if not is_call(reader, aten.rms_norm.default, aten._fused_rms_norm.default) or reader.args[0] is not step.node:
         return None
     x, weight, eps = value(step.node), _argument(reader, 2, "weight"), _argument(reader, 3, "eps")

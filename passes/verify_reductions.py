@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 from graphfuse.errors import ReductionProofError
 from graphfuse.passes.graph_reading import CASTS, SCALES, VIEWS, aten, is_call, module_path, value
 from graphfuse.passes.groups import Groups, group_ranks
+from graphfuse.passes.placement.pointwise import ONE_RANK_ADDS
 from graphfuse.passes.reductions import ALL_REDUCES, COALESCED, c10d, reductions
 from graphfuse.passes.rule import Rule
 
@@ -210,8 +211,10 @@ def _source(node: object) -> str:
 
 
 def _without_bias(node: Node) -> object:
-    """What a vector is added to, if that is what a node does."""
+    """What a vector, or a term that one rank alone adds, is added to, if that is what a node does."""
     if not is_call(node, aten.add.Tensor):
         return None
+    if ONE_RANK_ADDS in node.meta and node.kwargs.get("alpha") in (0.0, 1.0):
+        return node.args[0]
     whole, bias = value(node.args[0]), value(node.args[1])
     return node.args[0] if whole is not None and bias is not None and bias.dim() == 1 < whole.dim() else None
