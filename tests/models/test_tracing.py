@@ -110,3 +110,12 @@ def test_latent_attention_is_one_graph_and_its_layers_are_regions():
     assert traced["deepseek_v3 with caches"] == traced["mistral4 with caches"] == traced["without caches"] == [[0, 0]]
     assert traced["deepseek_v3 as regions"] in ([[2, 1]], [[3, 2]])
     assert traced["mistral4 as regions"] == [[3, 1]]
+
+
+@pytest.mark.slow
+def test_models_with_a_state_are_one_graph_and_each_kind_of_their_layers_is_a_region():
+    """Of the four layers, three kinds and two; kinds that are called once may be inlined."""
+    traced = trace("qwen3_next", "qwen3_5")
+    assert traced["qwen3_next with caches"] == traced["qwen3_5 with caches"] == traced["without caches"] == [[0, 0]]
+    assert traced["qwen3_next as regions"] in ([[2, 1]], [[4, 3]])
+    assert traced["qwen3_5 as regions"] in ([[3, 1]], [[4, 2]])
