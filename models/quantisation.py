@@ -89,7 +89,7 @@ def _fine_grained(values: dict[str, Any]) -> Quantisation:
     block, activations = values.get("weight_block_size"), values.get("activation_scheme", "dynamic")
     if block is not None and list(block) != [BLOCK, BLOCK]:
         raise _unsupported(f"weight_block_size={brief(block)}")
-    if activations not in ("static", "dynamic") or values.get("fmt", "e4m3") != "e4m3":
+    if activations not in ("static", "dynamic") or values.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _unsupported(f"activation_scheme={brief(activations)}, fmt={brief(values.get('fmt'))}")
     if values.get("expert_dtype", "fp8") != "fp8":
         raise _unsupported(f"expert_dtype={brief(values['expert_dtype'])}")
