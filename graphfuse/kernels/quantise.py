@@ -1,6 +1,6 @@
 """Round rows to FP8, with a scale for each row, for each of its groups, or one that is given.
 
-    eager equivalent:  scale = amax(abs(x.unflatten(-1, (-1, group))), -1) / finfo(dtype).max    # 1 where it would be 0
+    eager equivalent:  scale = amax(abs(x.unflatten(-1, (-1, group))), -1) / finfo(dtype).max    # never 0
                        out = (x / scale).clamp(-finfo(dtype).max, finfo(dtype).max).to(dtype)
 
 Legend: R rows, N numbers in each, G groups of a row.

@@ -118,9 +118,7 @@ def run(
     tile = tiles.down
     by_choice = torch.empty(choices, hidden, dtype=dtype, device=tokens.device)
     column_blocks = ceil_div(hidden, tile.block_size_n)
-    run = 1
-    while inner <= SHORT_PRODUCT and run < 8 and num_blocks * column_blocks > 2 * run * PROGRAMS_TO_SPARE:
-        run *= 2
+    run = _run(column_blocks, num_blocks * column_blocks) if inner <= SHORT_PRODUCT else 1
     down[(num_blocks * ceil_div(column_blocks, run),)](
         x.x, weights.down, _or(weights.down_bias, x.x), by_choice, *routing, x.scale, _or(weights.down_scale, x.x),
         *counts, hidden, inner, *_strides(weights.down, weights), x.stride_scale, _stride(weights.down_scale),
@@ -168,6 +166,14 @@ def _dependent_launch(tokens: Tensor) -> dict[str, bool]:
 def _capability(device: torch.device) -> tuple[int, int]:
     """What torch asks the driver for each time."""
     return torch.cuda.get_device_capability(device)
+
+
+def _run(column_blocks: int, programs: int) -> int:
+    """Column blocks for each program: a divisor of their number, so that there are none beyond the last."""
+    run = 1
+    while run < 8 and column_blocks % (2 * run) == 0 and programs > 2 * run * PROGRAMS_TO_SPARE:
+        run *= 2
+    return run
 
 
 def _few(choices: int) -> int:
