@@ -201,7 +201,8 @@ def _check_linear(x, x_scale, weight, weight_scale, bias, block_shape, out_dtype
         )
     n, k = weight.shape
     groups = -(-k // FP8_GROUP)
-    is_one = x_scale.dim() == 0 or tuple(x_scale.shape) == (1,)
+    # A tuple's == would look at the token dimension, which is unknown while tracing, before the lengths.
+    is_one = x_scale.dim() == 0 or (x_scale.dim() == 1 and x_scale.shape[0] == 1)
     if not is_one and (x_scale.dim() != x.dim() or x_scale.shape[-1] not in (1, groups)):
         raise ArgumentError(
             f"x_scale is {list(x_scale.shape)} for x {list(x.shape)}. Pass one number, or one for each token, "
