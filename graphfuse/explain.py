@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from graphfuse.config import FuseConfig
 from graphfuse.errors import ConfigError, UnsupportedModelError, brief
 from graphfuse.facts import Facts
+from graphfuse.integrations.transformers_tp import shard_if_whole
 from graphfuse.report import Report
 from graphfuse.testing import fake_tp, trace
 from graphfuse.weights.config import read_config
@@ -68,17 +68,12 @@ def _sharded_by_transformers(
     config: Any, group: ProcessGroup, dtype: torch.dtype, unsupported: UnsupportedModelError
 ) -> nn.Module:
     from transformers import AutoModelForCausalLM
-    from transformers.distributed.configuration_utils import DistributedConfig
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-        if group.size() == 1:
-            return model
-        plan, *_ = model._resolve_parallel_plans(DistributedConfig(tp_size=group.size()))
-        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-        return apply_tensor_parallelism(model, mesh, plan)
+        shard_if_whole(model, group)
+        return model
     except Exception as error:  # every model checks its config in its own way
         raise UnsupportedModelError(
             f"{unsupported} transformers cannot shard its model over {group.size()} ranks either: {brief(error, 400)}"

@@ -70,7 +70,7 @@ def shard_if_whole(model: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh 
             f"transformers {transformers.__version__} shards models in a way that cannot be traced. Install "
             f"transformers {OLDEST} or newer."
         )
-    if getattr(model.config, "quantization_config", None) is not None:
+    if getattr(model, "hf_quantizer", None) is not None:  # a config alone may speak of it, and nothing be quantised
         raise UnsupportedModelError(
             f"{name} is quantised ({brief(_quantisation(model))}), and quantised weights are sharded when they are "
             "loaded, not afterwards. Load it by from_pretrained(..., distributed_config=DistributedConfig(tp_size="

@@ -57,6 +57,7 @@ def generate_compiled(group, family, calls):
     report = compiled.report.to_json()
     attributes = compiled.config.model_type, str(compiled.device), compiled.generation_config.eos_token_id
     compiled.close()
+    torch._dynamo.reset()  # all models of a process share the code that transformers compiles, and its recompile limit
     try:
         compiled.generate(ids)
     except ConfigError as error:

@@ -105,7 +105,7 @@ def test_heads_that_do_not_divide_are_refused():
 
 def test_a_quantised_model_is_refused():
     model = llama()
-    model.config.quantization_config = {"quant_method": "gptq"}
+    model.config.quantization_config, model.hf_quantizer = {"quant_method": "gptq"}, object()
     with (
         fake_tp(2) as group,
         pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM is quantised \('gptq'\).*distributed_config="),

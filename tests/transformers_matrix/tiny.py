@@ -105,7 +105,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
     "lfm2_moe": _layers("conv", "full_attention"),
     "ministral": {"head_dim": 16},
-    "nemotron": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -159,7 +159,7 @@ def _few_layers(given: dict[str, Any]) -> dict[str, Any]:
     kept = kept if len(kept) > 1 else [kept[0], kept[0]]
     chosen: dict[str, Any] = {name: [v[i] for i in kept] for name, v in lists.items()}
     if each:
-        heads = {"num_key_value_heads": 4} if "kv_lora_rank" in given else {}
+        heads = {"num_key_value_heads": 4, "head_dim": 24} if "kv_lora_rank" in given else {}
         small = {i: {**v, **_small(v), **heads} for i, v in own.items()}
         chosen["per_layer_config"] = {new: small[old] for new, old in enumerate(kept) if old in small}
     return {**chosen, "num_hidden_layers": len(kept)}
