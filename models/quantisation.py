@@ -74,7 +74,15 @@ def read_quantisation(config: PretrainedConfig) -> Quantisation | None:
     given = getattr(config, "quantization_config", None)
     if given is None:
         return None
-    values: dict[str, Any] = given if isinstance(given, dict) else given.to_dict()
+    try:
+        return _read(given if isinstance(given, dict) else given.to_dict())
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, UnsupportedModelError):
+            raise
+        raise _unsupported(f"quantization_config={brief(given)}") from error
+
+
+def _read(values: dict[str, Any]) -> Quantisation | None:
     method = values.get("quant_method")
     if method == "fp8":
         return _fine_grained(values)

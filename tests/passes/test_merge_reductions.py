@@ -227,4 +227,4 @@ def test_a_merge_that_forgets_a_term_is_found_by_the_proof(groups):
 
 
 def test_the_rule_comes_behind_that_of_experts_and_before_the_fusions():
-    assert [rule.name for rule in default_rules()][1:3] == ["merge_reductions", "all_reduce_add_rms_norm"]
+    assert [rule.name for rule in default_rules()][1:3] == ["merge_reductions", "all_reduce_add_rms_norm_fp8"]
