@@ -5,6 +5,8 @@ Legend: T tokens, H hidden, E experts, K choices per token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,7 +61,7 @@ class GroupLimitedRouter(nn.Module):
     ) -> None:
         """`scoring`: "sigmoid" of each logit, or "softmax" over all experts."""
         super().__init__()
-        self.scores = {"sigmoid": torch.sigmoid, "softmax": _softmax}[scoring]
+        self.scores: Callable[[Tensor], Tensor] = torch.sigmoid if scoring == "sigmoid" else _softmax
         self.top_k, self.num_groups, self.top_groups = top_k, num_groups, top_groups
         self.normalise, self.scale = normalise, scale
         # float32 whatever the model's dtype, as some checkpoints store them: close scores decide which expert is taken.
