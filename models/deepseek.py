@@ -44,7 +44,6 @@ class DeepseekV3ForCausalLM(CausalLM):
         ("DeepseekV3ForCausalLM", "MistralLarge3ForCausalLM", "KimiK25ForConditionalGeneration"),
         "MLA",
         "sigmoid with bias, groups, shared experts",
-        ("bf16",),
     )
     scoring: ClassVar[str] = "sigmoid"
     """How the router's scores are made where the config does not say."""
@@ -60,9 +59,7 @@ class DeepseekV3ForCausalLM(CausalLM):
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
-    about = Family(
-        "GLM-4-Lite (Flash)", ("Glm4MoeLiteForCausalLM",), "MLA", "sigmoid with bias, shared experts", ("bf16",)
-    )
+    about = Family("GLM-4-Lite (Flash)", ("Glm4MoeLiteForCausalLM",), "MLA", "sigmoid with bias, shared experts")
 
 
 class Mistral4ForCausalLM(DeepseekV3ForCausalLM):
@@ -71,7 +68,6 @@ class Mistral4ForCausalLM(DeepseekV3ForCausalLM):
         ("Mistral4ForCausalLM", "Mistral3ForConditionalGeneration", "PixtralForConditionalGeneration"),
         "MLA",
         "top-k softmax, shared experts",
-        ("bf16",),
     )
     scoring = "softmax"
 

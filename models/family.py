@@ -17,8 +17,8 @@ class Family:
     moe: str
     """ "dense" where there is none."""
 
-    formats: tuple[str, ...]
-    """Formats of checkpoints beside 16 and 32 bits: "block FP8", "MXFP4"."""
+    formats: tuple[str, ...] = ("bf16", "FP8")
+    """What checkpoints may hold: bf16 stands for any float of 16 or 32 bits, FP8 for each form of `quantisation`."""
 
     tested_against: str = "transformers"
     """What the logits are compared with in the tests."""

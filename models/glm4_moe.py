@@ -35,7 +35,6 @@ class Glm4MoeForCausalLM(CausalLM):
         ("Glm4MoeForCausalLM",),
         "GQA, q/k norm, partial rotary",
         "sigmoid with bias, groups, shared experts",
-        ("bf16",),
     )
 
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:

@@ -157,7 +157,7 @@ class GptOssForCausalLM(CausalLM):
         ("GptOssForCausalLM",),
         "GQA, sinks, sliding window every other layer",
         "top-k softmax, biases, clamped SwiGLU",
-        ("bf16", "MXFP4, decoded while loading"),
+        ("bf16", "MXFP4 (decoded while loading)"),
     )
     norm_type = Float32RMSNorm
 

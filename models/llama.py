@@ -30,7 +30,7 @@ class LlamaDecoderLayer(DecoderLayer):
 
 
 class LlamaForCausalLM(CausalLM):
-    about = Family("Llama 2, 3", ("LlamaForCausalLM",), "GQA", "dense", ("bf16",))
+    about = Family("Llama 2, 3", ("LlamaForCausalLM",), "GQA", "dense")
 
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:
         return LlamaDecoderLayer(config, tp, dtype, device)
@@ -39,4 +39,4 @@ class LlamaForCausalLM(CausalLM):
 class MistralForCausalLM(LlamaForCausalLM):
     """The same layers; its config has a `sliding_window`."""
 
-    about = Family("Mistral", ("MistralForCausalLM",), "GQA, sliding window", "dense", ("bf16",))
+    about = Family("Mistral", ("MistralForCausalLM",), "GQA, sliding window", "dense")

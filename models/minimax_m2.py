@@ -101,7 +101,6 @@ class MiniMaxM2ForCausalLM(CausalLM):
         ("MiniMaxM2ForCausalLM",),
         "GQA, q/k norm over all heads, partial rotary",
         "sigmoid with bias",
-        ("bf16",),
     )
 
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:

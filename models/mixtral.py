@@ -57,7 +57,7 @@ class MixtralDecoderLayer(DecoderLayer):
 
 
 class MixtralForCausalLM(CausalLM):
-    about = Family("Mixtral", ("MixtralForCausalLM",), "GQA, sliding window", "top-k softmax", ("bf16",))
+    about = Family("Mixtral", ("MixtralForCausalLM",), "GQA, sliding window", "top-k softmax")
 
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:
         return MixtralDecoderLayer(config, tp, dtype, device)

@@ -28,7 +28,7 @@ WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "qscale_weight")
 
 INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act")
 MOST_REPEATS = 4
-KNOWN = "FP8 (quant_method fp8 or compressed-tensors, weights by blocks of 128 x 128, tensors or channels)"
+KNOWN = "FP8 (quant_method fp8 or compressed-tensors, weights by blocks of 128 x 128, tensors or channels), and MXFP4"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Qwen2SlidingDecoderLayer(Qwen2DecoderLayer):
 
 
 class Qwen2ForCausalLM(CausalLM):
-    about = Family("Qwen2, 2.5", ("Qwen2ForCausalLM",), "GQA, q/k/v biases", "dense", ("bf16",))
+    about = Family("Qwen2, 2.5", ("Qwen2ForCausalLM",), "GQA, q/k/v biases", "dense")
 
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:
         sliding = config.layer_types[index] == "sliding_attention"

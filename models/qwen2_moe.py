@@ -35,7 +35,6 @@ class Qwen2MoeForCausalLM(CausalLM):
         ("Qwen2MoeForCausalLM",),
         "GQA, q/k/v biases",
         "top-k softmax, gated shared expert",
-        ("bf16",),
     )
 
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:

@@ -26,7 +26,7 @@ class Qwen3SlidingDecoderLayer(DecoderLayer):
 
 
 class Qwen3ForCausalLM(CausalLM):
-    about = Family("Qwen3", ("Qwen3ForCausalLM",), "GQA, q/k norm", "dense", ("bf16",))
+    about = Family("Qwen3", ("Qwen3ForCausalLM",), "GQA, q/k norm", "dense")
 
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:
         if config.layer_types[index] == "sliding_attention":

@@ -44,7 +44,6 @@ class Qwen3_5ForCausalLM(CausalLM):
         ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
         "gated DeltaNet and GQA with output gate, q/k norm, partial rotary",
         "dense",
-        ("block FP8",),
     )
     norm_type = ZeroCentredRMSNorm
 
@@ -59,7 +58,6 @@ class Qwen3_5MoeForCausalLM(CausalLM):
         ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
         "gated DeltaNet and GQA with output gate, q/k norm, partial rotary",
         "top-k softmax, gated shared expert",
-        ("block FP8",),
     )
     norm_type = ZeroCentredRMSNorm
 

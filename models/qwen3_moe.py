@@ -56,7 +56,7 @@ class Qwen3MoeDenseDecoderLayer(DecoderLayer):
 
 
 class Qwen3MoeForCausalLM(CausalLM):
-    about = Family("Qwen3-MoE", ("Qwen3MoeForCausalLM",), "GQA, q/k norm", "top-k softmax", ("bf16",))
+    about = Family("Qwen3-MoE", ("Qwen3MoeForCausalLM",), "GQA, q/k norm", "top-k softmax")
 
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:
         """Dense where `mlp_only_layers` says so, or where the step of sparse layers skips the layer."""

@@ -91,7 +91,6 @@ class Qwen3NextForCausalLM(CausalLM):
         ("Qwen3NextForCausalLM",),
         "gated DeltaNet and GQA with output gate, q/k norm, partial rotary",
         "top-k softmax, gated shared expert",
-        ("block FP8",),
     )
     norm_type = ZeroCentredRMSNorm
 

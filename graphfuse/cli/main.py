@@ -10,6 +10,7 @@ from graphfuse.cli.doctor_command import doctor
 from graphfuse.cli.explain import explain
 from graphfuse.cli.generate import generate
 from graphfuse.cli.measuring import bench_plot
+from graphfuse.cli.models import models
 from graphfuse.cli.tune_moe import tune_moe
 
 app = typer.Typer(
@@ -19,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, explain, doctor):
+for command in (generate, explain, doctor, models):
     app.command()(command)
 
 bench = typer.Typer(help="Measure graphfuse's parts beside their alternatives.", no_args_is_help=True)
