@@ -27,11 +27,11 @@ tokens = model.generate(input_ids, max_new_tokens=64)
 ```
 
 Each architecture below was made tiny with random weights, sharded by its own plan at TP {tp}, compiled over gloo ranks
-in float32 and run on batches of {shapes} tokens. *graphs*: how many these two batches took; none had a graph break.
-*all-reduces*: in the traced graph; *fused* with a norm behind them; *merged* into another one; *declined*: left as
-they were, with the reason. *experts*: layers of routed experts that were recognised; on GPUs they run on graphfuse's kernels.
-*difference*: of any logit from the whole model's in eager mode, in standard deviations of the logits; the limit is
-{limit:g}. Both proofs of graphfuse passed for each.
+in float32 and run on batches of {shapes} tokens. *graphs*: how many these two took; none had a graph break.
+*all-reduces*: in the traced graph; *fused* with a norm behind them; *merged* into another one, so that fewer are left;
+*declined*: left as they were, with the reason. *experts*: layers of routed experts that were recognised; on GPUs they
+run on graphfuse's kernels. *difference*: of any logit from the whole model's in eager mode, in standard deviations of
+the logits; the limit is {limit:g}. Both proofs of graphfuse passed for each.
 
 `python -m tests.transformers_matrix` writes this page; with names of architectures, only their rows.
 """
@@ -68,7 +68,7 @@ def failures() -> dict[str, str]:
     return dict(_ROW.findall(table.partition(FAILED)[2]))
 
 
-FAILED = "## Not compiled"
+FAILED = "## Not compiled, and why"
 
 
 def write(found: dict[str, str], failed: dict[str, str], path: Path = PATH) -> None:

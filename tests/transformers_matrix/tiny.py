@@ -99,7 +99,12 @@ _MORE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _layers("linear_attention", "full_attention"),
     "granitemoeshared": {"shared_intermediate_size": 32},
     "granitemoe_swa": {"shared_intermediate_size": 32},
-    "gemma3n_text": {"num_kv_shared_layers": 0, **_layers("sliding_attention", "full_attention")},
+    "gemma3n_text": {
+        **_layers("sliding_attention", "full_attention"),
+        "num_kv_shared_layers": 0,
+        "intermediate_size": 128,
+        "activation_sparsity_pattern": [0.95, 0.0],
+    },
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
