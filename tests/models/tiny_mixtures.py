@@ -19,6 +19,8 @@ from transformers import (
 )
 
 COMMON: dict[str, Any] = {"num_hidden_layers": 3, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+HALF: dict[str, Any] = {"partial_rotary_factor": 0.5}
+FOUR: dict[str, Any] = {"rotary_dim": 4}  # the name of old configs
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,
@@ -36,7 +38,7 @@ def glm4_moe() -> PretrainedConfig:
         hidden_size=40, intermediate_size=46, num_attention_heads=6, num_key_value_heads=2, head_dim=8, vocab_size=63,
         n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, moe_intermediate_size=10,
         n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=1.7, use_qk_norm=True, attention_bias=True,
-        partial_rotary_factor=0.5, **COMMON,
+        **COMMON, **HALF,
     )  # fmt: skip
 
 
@@ -66,7 +68,7 @@ def gpt_oss_packed() -> PretrainedConfig:
 def minimax_m2() -> PretrainedConfig:
     return MiniMaxM2Config(
         hidden_size=40, intermediate_size=22, num_attention_heads=6, num_key_value_heads=2, head_dim=8, vocab_size=61,
-        num_local_experts=7, num_experts_per_tok=3, rotary_dim=4, **COMMON,
+        num_local_experts=7, num_experts_per_tok=3, **COMMON, **FOUR,
     )  # fmt: skip
 
 
