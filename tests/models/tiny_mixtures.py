@@ -19,7 +19,7 @@ from transformers import (
 )
 
 COMMON: dict[str, Any] = {"num_hidden_layers": 3, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
-HALF: dict[str, Any] = {"partial_rotary_factor": 0.5}
+HALF: dict[str, Any] = {"head_dim": 8, "partial_rotary_factor": 0.5}
 FOUR: dict[str, Any] = {"rotary_dim": 4}  # the name of old configs
 YARN = {
     "rope_type": "yarn",
@@ -35,7 +35,7 @@ YARN = {
 def glm4_moe() -> PretrainedConfig:
     """A dense layer before two sparse ones; half of each head is rotated."""
     return Glm4MoeConfig(
-        hidden_size=40, intermediate_size=46, num_attention_heads=6, num_key_value_heads=2, head_dim=8, vocab_size=63,
+        hidden_size=40, intermediate_size=46, num_attention_heads=6, num_key_value_heads=2, vocab_size=63,
         n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, moe_intermediate_size=10,
         n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=1.7, use_qk_norm=True, attention_bias=True,
         **COMMON, **HALF,
