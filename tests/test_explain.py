@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import Glm4MoeConfig, GPT2Config, LlamaConfig, Olmo2Config, Qwen3MoeConfig
+from transformers import Dots1Config, GPT2Config, LlamaConfig, Olmo2Config, Qwen3MoeConfig
 
 from graphfuse.errors import CheckpointError, ConfigError, SchemaError, UnsupportedModelError
 from graphfuse.explain import explain_checkpoint
@@ -94,9 +94,9 @@ def test_a_family_of_transformers_is_explained_with_its_own_plan(tmp_path):
 
 
 def test_the_experts_of_a_family_of_transformers_are_lowered(tmp_path):
-    config = Glm4MoeConfig(
+    config = Dots1Config(
         **TINY, num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
-        first_k_dense_replace=1, dtype="bfloat16", architectures=["Glm4MoeForCausalLM"],
+        head_dim=16, n_shared_experts=1, first_k_dense_replace=1, dtype="bfloat16", architectures=["Dots1ForCausalLM"],
     )  # fmt: skip
     report = explain_checkpoint(saved(config, tmp_path), 2, FACTS / "h200_x2.json")
     (layer,) = report.moe

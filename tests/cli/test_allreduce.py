@@ -120,7 +120,7 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured():
 
 
 DOCUMENTED = re.findall(
-    r"^graphfuse ((?:bench|tune) .*?)(?: +#.*)?$",
+    r"^graphfuse ((?:bench plot|bench allreduce|tune allreduce) .*?)(?: +#.*)?$",
     "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/allreduce.md")),
     re.MULTILINE,
 )
