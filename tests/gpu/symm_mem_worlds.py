@@ -232,7 +232,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=10)
+    parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--verbose", action="store_true", help="a line for each point that is done")
     args = parser.parse_args()
     # Streams that share a queue of the GPU wait for each other: one queue for each rank's.
