@@ -233,7 +233,7 @@ def make_meter_that_may_fail(workload, gpu, num_gpus):
     """In a process of its own, told by a file what to do there."""
     meter = FakeMeter()
     told = Path(os.environ["FAKE_METER"])
-    (told / f"gpu{gpu}").write_text(f"{os.getpid()}")
+    (told / f"gpu{gpu}-{os.getpid()}").touch()  # the name, since a kill can come between opening and writing
     if (told / f"exit{gpu}").exists():
         os._exit(7)
     if (told / f"raise{gpu}").exists():
@@ -241,6 +241,10 @@ def make_meter_that_may_fail(workload, gpu, num_gpus):
     if (told / f"hang{gpu}").exists():
         time.sleep(100)
     return meter
+
+
+def seen_pids(told: Path) -> set[int]:
+    return {int(file.name.partition("-")[2]) for file in told.glob("gpu*-*")}
 
 
 @pytest.fixture
@@ -251,7 +255,7 @@ def two_gpus(tmp_path, monkeypatch):
 
 def test_two_gpus_find_what_one_finds(plan, two_gpus, tmp_path):
     outcome = tune(plan, two_gpus)
-    pids = {int((tmp_path / f"gpu{gpu}").read_text()) for gpu in (0, 1)}
+    pids = seen_pids(tmp_path)
     assert len(pids) == 2 and os.getpid() not in pids
     assert list(outcome.done) == [1, 64, 4096]
     assert len(read_table(outcome.file, 2048, 8).entries) == 3
@@ -268,8 +272,7 @@ def test_a_process_that_fails_ends_the_others(plan, two_gpus, tmp_path, told, me
     (tmp_path / "hang0").touch()
     with pytest.raises(BackendUnavailableError, match=message):
         tune(plan, two_gpus)
-    first = tmp_path / "gpu0"
-    assert not first.exists() or not Path(f"/proc/{first.read_text()}").exists()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in seen_pids(tmp_path))
 
 
 def test_ctrl_c_ends_the_processes_of_all_gpus(plan, two_gpus, tmp_path):
@@ -278,7 +281,7 @@ def test_ctrl_c_ends_the_processes_of_all_gpus(plan, two_gpus, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         tune(plan, two_gpus, each=interrupt)
-    pids = [(tmp_path / f"gpu{gpu}").read_text() for gpu in (0, 1) if (tmp_path / f"gpu{gpu}").exists()]
+    pids = seen_pids(tmp_path)
     assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
     again = tune(plan, two_gpus)
     assert list(again.done) == [1, 64, 4096]
