@@ -1,5 +1,5 @@
-"""What the site needs so that its pages read well on GitHub too. There a page links to files beside docs/ and to sections
-of README.md and CONTRIBUTING.md; the site has neither. So:
+"""What the site needs so that its pages read well on GitHub too. There a page links to files beside docs/, and to
+sections of README.md and CONTRIBUTING.md; the site has neither. So:
 
 - A paragraph that is nothing but a link to a section of a file beside docs/ becomes that section.
 - Other files beside docs/ that a page links to are copied into the site. ARCHITECTURE.md is a page of it.
