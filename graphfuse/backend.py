@@ -171,7 +171,7 @@ class Session:
         if executor == "eager":
             if self.mode is not None:
                 self.report.note(f"mode={self.mode!r} is for Inductor; the eager executor ignores it")
-            return run_eagerly(module, inputs)
+            return self._eagerly(module, inputs)
         if self.mode is not None and _writes_caches(module):
             # CUDA-graph trees copy an input whose address may change; what an op writes would stay in the copy.
             self.report.note(f"mode={self.mode!r} is ignored: its CUDA graphs would lose what is written to caches")
@@ -179,9 +179,15 @@ class Session:
         repeats = outline(module)
         if repeats:
             log.info("outlined %s", repeats)
-        compiled = compile_with_inductor(module, inputs, self.mode)
+        compiled = self._by_inductor(module, inputs)
         self._spent("compile", time.perf_counter() - started)
         return compiled
+
+    def _eagerly(self, module: GraphModule, inputs: Sequence[Any]) -> Callable:
+        return run_eagerly(module, inputs)
+
+    def _by_inductor(self, module: GraphModule, inputs: Sequence[Any]) -> Callable:
+        return compile_with_inductor(module, inputs, self.mode)
 
     def _verify(self, module: GraphModule, context: Context, what: str, advice: str) -> None:
         """The proof of placements, in front of the passes and behind them."""

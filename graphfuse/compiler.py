@@ -10,7 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -119,6 +119,8 @@ _TABLES = (
 
 class CompiledModel(nn.Module):
     """A model whose calls run the rewritten graph. Made by `graphfuse.compile`; attributes are the model's own."""
+
+    _session_type: ClassVar[type[Session]] = Session
 
     def __init__(
         self,
@@ -314,7 +316,7 @@ class CompiledModel(nn.Module):
     def _new_session(self, mode: str | None = None) -> Session:
         group, config, facts, capture = self._settings
         inputs = InputPlacements(self._orig_mod)
-        session = Session(group, config, mode=mode, facts=facts, capture=capture, inputs=inputs)
+        session = self._session_type(group, config, mode=mode, facts=facts, capture=capture, inputs=inputs)
         session.report.model = describe(self._orig_mod)
         weakref.finalize(self, session.close).atexit = False
         return session

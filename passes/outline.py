@@ -28,6 +28,9 @@ from torch.fx.node import map_arg
 from graphfuse.passes.graph_reading import VIEWS, is_call
 
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
+CHUNK = "graphfuse_chunk"
+"""Of a call's meta: the stack traces of the nodes that it stands for, in order. Those of the subgraph are the first's."""
+
 MIN_NODES = 16
 """Shorter runs are not worth a subgraph."""
 MOST_RUNS = 16
@@ -239,6 +242,7 @@ def _outline_chunks(module: GraphModule, chunks: list[list[Node]], name: str) ->
             body = graph.get_attr(name)
             call = graph.call_function(invoke_subgraph, (body, name, *wiring.operands))
             call.meta["val"] = tuple(n.meta["val"] for n in wiring.results)
+            call.meta[CHUNK] = [n.meta.get("stack_trace") for n in chunk]
             for i, result in enumerate(wiring.results):
                 item = graph.call_function(operator.getitem, (call, i))
                 item.meta = dict(result.meta)
