@@ -84,6 +84,6 @@ def exact(
 def exact_latent(
     q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, k_rope_cache: Tensor, where: Paged, scale: float
 ) -> Tensor:
-    """`[R, H, Rank]` float64: a latent and its rotary key are a key, which all heads share, and the latent its value."""
+    """`[R, H, Rank]` float64: a latent and its rotary key are the key of all heads, the latent their value."""
     q, keys = torch.cat([q_latent, q_rope], -1), torch.cat([latent_cache, k_rope_cache], -1)
     return exact(q, keys[:, :, None], latent_cache[:, :, None], where, scale)
