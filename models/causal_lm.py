@@ -22,7 +22,11 @@ from graphfuse.models.layers import RMSNorm, RotaryEmbedding, rotary_size
 from graphfuse.models.parallel import ParallelLMHead, VocabParallelEmbedding, replicated
 from graphfuse.models.quantisation import BLOCK, read_quantisation
 from graphfuse.models.sharding import TensorParallel
+from graphfuse.ops.layout import Layout
 from graphfuse.weights.plan import TensorPlan
+
+KVCaches = list[tuple[Tensor, Tensor]]
+"""What the layers keep between calls."""
 
 
 class CausalLM(nn.Module, abc.ABC):
@@ -67,47 +71,77 @@ class CausalLM(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:
-        """The index-th decoder layer: (x [T, H], cos, sin, positions, lengths, cache_a, cache_b) → [T, H]; its
+        """The index-th decoder layer: (x [T, H], cos, sin, positions, layout, cache_a, cache_b) → [T, H]; its
         `mixer` makes the caches (see `DecoderLayer`)."""
 
     def forward(
         self,
         input_ids: Tensor,
         positions: Tensor | None = None,
-        kv_caches: list[tuple[Tensor, Tensor]] | None = None,
+        kv_caches: KVCaches | None = None,
         last_token: Tensor | None = None,
+        *,
+        entries: Tensor | None = None,
+        pages: Tensor | None = None,
+        states: Tensor | None = None,
+        spans: Tensor | None = None,
     ) -> Tensor:
         """Logits, `[B, S, V]`; with `last_token` `[B]` int64 only those at that index of each row, `[B, V]`.
 
+        A ragged call, with `pages` and the like (see `graphfuse.ops.layout.Layout`), is of R sequences with T tokens in
+        all, one behind another; its result is `[R, V]`.
+
         Args:
-            input_ids: `[B, S]` int64, rows padded on the right.
-            positions: `[B, S]` int64; None counts from 0 in each row.
-            kv_caches: from `new_kv_caches`; written in place. None: the tokens of this call are the whole text.
-            last_token: `[B]` int64. What stands behind it in a row is padding, which no cache remembers.
+            input_ids: `[B, S]` int64, rows padded on the right; of a ragged call `[T]`.
+            positions: `[B, S]` int64; None counts from 0 in each row. Of a ragged call `[T]`.
+            kv_caches: from `new_kv_caches`, or, for a ragged call, `new_paged_caches`; written in place. None: the
+                tokens of this call are the whole text.
+            last_token: `[B]` int64. What stands behind it in a row is padding, which no cache remembers. Of a ragged
+                call `[R]`: the index of each sequence's last token among the T.
         """
+        if pages is not None:
+            assert positions is not None and last_token is not None and kv_caches is not None
+            layout = Layout(None, entries, pages, states, spans)
+            return self.lm_head(self._hidden(input_ids, positions[None], kv_caches, layout)[last_token])
         batch, length = input_ids.shape
         if positions is None:
             positions = torch.arange(length, device=input_ids.device).expand(batch, length)
-        cos, sin = self.rotary(positions)
-        x = self.embed_tokens(input_ids.reshape(-1))  # [T, H]
         lengths = positions.new_full((batch,), length) if last_token is None else last_token + 1
-        for index, layer in enumerate(self.layers):
-            cache_a, cache_b = (None, None) if kv_caches is None else kv_caches[index]
-            x = layer(x, cos, sin, positions, lengths, cache_a, cache_b)
-        x = self.norm(x)
+        x = self._hidden(input_ids.reshape(-1), positions, kv_caches, Layout(lengths))
         if last_token is not None:
             rows = torch.arange(batch, device=x.device) * length + last_token
             return self.lm_head(x[rows])  # [B, V]
         return self.lm_head(x).view(batch, length, self.config.vocab_size)  # [B, S, V]
+
+    def _hidden(self, ids: Tensor, positions: Tensor, kv_caches: KVCaches | None, layout: Layout) -> Tensor:
+        """The hidden states behind the final norm, `[T, H]`, of ids `[T]` at positions `[B, S]`, T = B * S."""
+        cos, sin = self.rotary(positions)
+        x = self.embed_tokens(ids)
+        for index, layer in enumerate(self.layers):
+            cache_a, cache_b = (None, None) if kv_caches is None else kv_caches[index]
+            x = layer(x, cos, sin, positions, layout, cache_a, cache_b)
+        return self.norm(x)
 
     @property
     def mixers(self) -> list[Any]:
         """Each layer's attention, or what stands in its place."""
         return [layer.mixer for layer in self.layers]
 
-    def new_kv_caches(self, max_batch: int, max_len: int) -> list[tuple[Tensor, Tensor]]:
+    def new_kv_caches(self, max_batch: int, max_len: int) -> KVCaches:
         """One pair a layer of what its mixer keeps between calls: (keys, values) of attention, for one."""
         return [mixer.new_cache(max_batch, max_len, self.norm.weight) for mixer in self.mixers]
+
+    def new_paged_caches(self, num_pages: int, page_size: int, num_states: int) -> KVCaches:
+        """The same for ragged calls: `[num_pages, page_size, ...]`, and states `[num_states, ...]`."""
+        return [
+            mixer.new_cache(num_states if mixer.has_state else num_pages, page_size, self.norm.weight)
+            for mixer in self.mixers
+        ]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a layer keeps a state rather than a token's entries: what came before cannot be shared or cut."""
+        return any(mixer.has_state for mixer in self.mixers)
 
     def checkpoint_plan(self, names: frozenset[str]) -> list[TensorPlan]:
         """What this rank takes from a checkpoint that holds `names`."""

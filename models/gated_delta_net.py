@@ -29,6 +29,7 @@ from graphfuse.models.parallel import ColumnParallelLinear, RowParallelLinear, p
 from graphfuse.models.sharding import Shard, Span, TensorParallel, attention_heads
 from graphfuse.ops.causal_conv import causal_conv
 from graphfuse.ops.gated_delta import gated_delta
+from graphfuse.ops.layout import Layout
 from graphfuse.weights.plan import TensorPlan
 
 
@@ -49,8 +50,8 @@ class ShortConvolution(nn.Module):
         self.channels = channels
         self.weight = parameter(channels.local, num_taps, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, positions: Tensor, lengths: Tensor, conv_cache: Tensor | None) -> Tensor:
-        return causal_conv(x, self.weight, positions, lengths, conv_cache)
+    def forward(self, x: Tensor, positions: Tensor, layout: Layout, conv_cache: Tensor | None) -> Tensor:
+        return causal_conv(x, self.weight, positions, layout.lengths, conv_cache, layout.states, layout.spans)
 
     def tensor_plans(self, path: str, _names: frozenset[str]) -> Iterator[TensorPlan]:
         shape = (self.channels.full, 1, self.weight.shape[1])
@@ -63,6 +64,7 @@ class GatedDeltaNet(nn.Module, abc.ABC):
 
     shard_dims: ClassVar[dict[str, int]] = {"A_log": 0, "dt_bias": 0}
     cache_dims: ClassVar[CacheDims] = (1, 1)
+    has_state: ClassVar[bool] = True
 
     def __init__(self, config: PretrainedConfig, tp: TensorParallel, dtype, device) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ class GatedDeltaNet(nn.Module, abc.ABC):
         _cos: Tensor,
         _sin: Tensor,
         positions: Tensor,
-        lengths: Tensor,
+        layout: Layout,
         conv_cache: Tensor | None,
         state_cache: Tensor | None,
     ) -> Tensor:
@@ -101,11 +103,13 @@ class GatedDeltaNet(nn.Module, abc.ABC):
         qkvz = self.in_proj_qkvz(x).view(batch, length, 2 * (key_size + value_size))
         qkv, z = qkvz.split([2 * key_size + value_size, value_size], dim=2)
         b, a = self.in_proj_ba(x).view(batch, length, 2 * self.num_heads).chunk(2, dim=2)  # [B, S, Hv] each
-        q, k, v = self.conv1d(qkv, positions, lengths, conv_cache).split([key_size, key_size, value_size], dim=2)
+        q, k, v = self.conv1d(qkv, positions, layout, conv_cache).split([key_size, key_size, value_size], dim=2)
         q, k = (t.view(batch, length, self.num_key_heads, self.key_dim) for t in (q, k))
         v, z = (t.view(batch, length, self.num_heads, self.value_dim) for t in (v, z))
         g = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
-        y = gated_delta(q, k, v, g, b.sigmoid(), positions, lengths, state_cache)  # [B, S, Hv, Dv]
+        y = gated_delta(
+            q, k, v, g, b.sigmoid(), positions, layout.lengths, state_cache, layout.states, layout.spans
+        )  # [B, S, Hv, Dv]
         return self.out_proj(self.norm(y, z).view(batch * length, value_size))
 
     def new_cache(self, max_batch: int, _max_len: int, like: Tensor) -> tuple[Tensor, Tensor]:

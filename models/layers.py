@@ -2,7 +2,8 @@
 layer around them.
 
 Hidden states are flat, `[T, H]` with T = B * S: a linear over two unknown dimensions would trace to an expanded batched
-product. A layer's forward takes tensors only, so that all layers of a model trace to the same graph.
+product. A layer's forward takes tensors only (a `Layout` is a tuple of them), so that all layers of a model trace to
+the same graph.
 
 Legend: B batch, S sequence, T tokens, H hidden, I intermediate, Hq and Hkv this rank's query and key-value heads, D
 head size.
@@ -23,6 +24,7 @@ from graphfuse.errors import UnsupportedModelError, brief
 from graphfuse.models.parallel import ColumnParallelLinear, RowParallelLinear, parameter
 from graphfuse.models.sharding import TensorParallel, attention_heads, even
 from graphfuse.ops.attention import attention
+from graphfuse.ops.layout import Layout
 
 # "hidden_act" of a config: the module's function, and the name of the same function in graphfuse::moe_experts.
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -106,6 +108,7 @@ class Attention(nn.Module):
     `output_gate`, each head's output is multiplied by the sigmoid of a gate, whose rows follow the head's in q_proj."""
 
     cache_dims: ClassVar[CacheDims] = (2, 2)
+    has_state: ClassVar[bool] = False
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(
@@ -146,7 +149,7 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         positions: Tensor,
-        _lengths: Tensor,
+        layout: Layout,
         k_cache: Tensor | None,
         v_cache: Tensor | None,
     ) -> Tensor:
@@ -159,8 +162,9 @@ class Attention(nn.Module):
         q, k = self.normalised(q, k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = attention(
-            q, k, v, positions, k_cache, v_cache, self.scale, self.sliding_window, self.sinks
-        )  # [B, S, Hq, D]
+            q, k, v, positions, k_cache, v_cache, self.scale, self.sliding_window, self.sinks,
+            layout.entries, layout.pages, layout.spans,
+        )  # [B, S, Hq, D]  # fmt: skip
         if gate is not None:
             y = y * torch.sigmoid(gate)
         return self.o_proj(y.view(batch * length, self.num_heads * self.head_dim))
@@ -241,13 +245,12 @@ class DecoderLayer(nn.Module):
         cos: Tensor,
         sin: Tensor,
         positions: Tensor,
-        lengths: Tensor,
+        layout: Layout,
         cache_a: Tensor | None,
         cache_b: Tensor | None,
     ) -> Tensor:
-        """x and the result `[T, H]`; `lengths` `[B]` int64, how many tokens of each row are real; both caches of the
-        mixer, or None."""
-        x = x + self.mixer(self.input_layernorm(x), cos, sin, positions, lengths, cache_a, cache_b)
+        """x and the result `[T, H]`; both caches of the mixer, or None."""
+        x = x + self.mixer(self.input_layernorm(x), cos, sin, positions, layout, cache_a, cache_b)
         return x + self.feed_forward(self.post_attention_layernorm(x))
 
 

@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 from graphfuse.models.layers import CacheDims, RMSNorm, rotate
 from graphfuse.models.parallel import ColumnParallelLinear, RowParallelLinear
 from graphfuse.models.sharding import TensorParallel, even, whole
+from graphfuse.ops.layout import Layout
 from graphfuse.ops.mla import mla_attention
 
 LATENT_NORM_EPS = 1e-6
@@ -39,6 +40,7 @@ class ReplicatedLinear(ColumnParallelLinear):
 
 class LatentAttention(nn.Module):
     cache_dims: ClassVar[CacheDims] = (None, None)
+    has_state: ClassVar[bool] = False
 
     def __init__(self, config: PretrainedConfig, tp: TensorParallel, *, dtype, device) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class LatentAttention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         positions: Tensor,
-        _lengths: Tensor,
+        layout: Layout,
         latent_cache: Tensor | None,
         k_rope_cache: Tensor | None,
     ) -> Tensor:
@@ -92,7 +94,7 @@ class LatentAttention(nn.Module):
         kv_up = self.kv_b_proj.dense_weight(x.dtype)
         y = mla_attention(
             q_nope, q_rope, latent.squeeze(2), k_rope.squeeze(2), kv_up, positions, latent_cache, k_rope_cache,
-            self.scale,
+            self.scale, layout.entries, layout.pages, layout.spans,
         )  # fmt: skip
         return self.o_proj(y.view(batch * length, self.num_heads * self.value_size))
 

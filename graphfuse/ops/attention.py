@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphfuse.errors import ArgumentError
+from graphfuse.ops.layout import check_ragged, read_pages, split, starts_of, write_entries
 from graphfuse.ops.sinks import attend
+from graphfuse.ops.varlen import gather_slots, page_slots, varlen_attention
 
 
 @torch.library.custom_op("graphfuse::attention", mutates_args=())
@@ -32,6 +34,9 @@ def attention(
     scale: float,
     sliding_window: int | None,
     sinks: Tensor | None = None,
+    entries: Tensor | None = None,
+    pages: Tensor | None = None,
+    spans: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query causal attention of `q` over the cache, or over `k` and `v` themselves.
 
@@ -42,9 +47,11 @@ def attention(
             that the row's real tokens overwrite before they can see them.
         k_cache, v_cache: `[max_batch, max_len, Hkv, D]` of q's dtype, or both None. Row b of the call is row b of the
             cache. Written **in place** at (b, positions[b, s]), although the schema says nothing of it (see above).
+            Of a ragged call `[num_pages, page_size, Hkv, D]`, written at `entries`.
         scale: factor on the dot products.
         sliding_window: a query at p sees the keys at p - window + 1 .. p; None sees all.
         sinks: `[Hq]`, floating: a logit of each head that joins its softmax and has no value.
+        entries, pages, spans: of a ragged call, B = 1, with caches; see `graphfuse.ops.layout.Layout`.
 
     Returns:
         `[B, S, Hq, D]`, contiguous, in q's dtype.
@@ -53,13 +60,22 @@ def attention(
         ArgumentError: shapes, dtypes or devices do not fit, or (on the CPU, where looking is free) a position lies
             outside the cache.
 
-    With S == 1 on CUDA nothing depends on the values in `positions`, so the call can be captured in a CUDA graph. A
-    longer call looks at them once, to take the causal kernel when rows start at zero and to read only the used slots.
+    With S == 1 (of a ragged call: a token a sequence) on CUDA nothing depends on the values in `positions`, so the call
+    can be captured in a CUDA graph. A longer call looks at them once, to take the causal kernel when rows start at zero
+    and to read only the used slots.
     """
     _check(q, k, v, positions, k_cache, v_cache, sliding_window, sinks)
+    check_ragged(positions, entries, pages, spans)
     _check_token_dims(q, k, v, positions)
     if q.numel() == 0:
         return q.new_empty(q.shape)
+    if entries is not None and pages is not None and spans is not None:
+        if k_cache is None or v_cache is None:
+            raise ArgumentError("A ragged call reads and writes caches. Pass k_cache and v_cache.")
+        write_entries(k_cache, entries, k[0])
+        write_entries(v_cache, entries, v[0])
+        attended = _of_pages(q[0], positions[0], k_cache, v_cache, scale, sliding_window, sinks, pages, spans)
+        return attended[None]
     length = positions.shape[1]
     captured = q.is_cuda and length == 1
     if k_cache is None or v_cache is None:
@@ -81,9 +97,63 @@ def attention(
 
 
 @attention.register_fake
-def _(q, k, v, positions, k_cache, v_cache, scale, sliding_window, sinks=None):
+def _(q, k, v, positions, k_cache, v_cache, scale, sliding_window, sinks=None, entries=None, pages=None, spans=None):
     _check(q, k, v, positions, k_cache, v_cache, sliding_window, sinks)
+    check_ragged(positions, entries, pages, spans)
     return q.new_empty(q.shape)
+
+
+def _of_pages(
+    q: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    pages: Tensor,
+    spans: Tensor,
+) -> Tensor:
+    """A ragged call, its keys and values in the caches already: `[T, Hq, D]` for q `[T, Hq, D]`, positions `[T]`."""
+    num_single, longer = split(len(q), spans)
+    out = torch.empty_like(q)
+    if num_single:
+        one = slice(0, num_single)
+        out[one] = _one_token_each(q[one], k_cache, v_cache, pages[one], positions[one], scale, window, sinks)
+    if longer:
+        starts = starts_of(tuple(longer), q.device)
+        slots = page_slots(pages[num_single:], starts.key_lengths, k_cache.shape[1], starts.num_keys)
+        keys, values = gather_slots(k_cache, slots), gather_slots(v_cache, slots)
+        out[num_single:] = varlen_attention(
+            q[num_single:], keys, values, starts.queries, starts.keys, starts.max_query, starts.max_key, scale, window,
+            sinks,
+        )  # fmt: skip
+    return out
+
+
+def _one_token_each(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    if q.is_cuda:
+        from graphfuse.kernels.paged_decode import paged_decode
+
+        return paged_decode(q, k_cache, v_cache, pages, positions, scale, window, sinks)
+    length = int(positions.max()) + 1
+    keys, values = (read_pages(cache, pages, length) for cache in (k_cache, v_cache))  # [R, L, Hkv, D]
+    at = torch.arange(length, device=q.device)
+    mask = (at <= positions[:, None])[:, None]  # [R, 1, L]
+    if window is not None:
+        mask = mask & (at > positions[:, None, None] - window)
+    if sinks is not None:
+        return attend(q[:, None], keys, values, sinks, mask, scale)[:, 0]
+    return dot_product_attention(q[:, None], keys, values, mask, scale)[:, 0]
 
 
 def write_slots(k: Tensor, v: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphfuse.errors import ArgumentError
-from graphfuse.ops.causal_conv import check_rows, check_tokens
+from graphfuse.ops.causal_conv import check_ragged_states, check_rows, check_tokens
+from graphfuse.ops.layout import split
 
 CHUNK = 64
 _EPS = 1e-6
@@ -37,8 +38,10 @@ def gated_delta(
     g: Tensor,
     beta: Tensor,
     positions: Tensor,
-    lengths: Tensor,
+    lengths: Tensor | None,
     state_cache: Tensor | None,
+    states: Tensor | None = None,
+    spans: Tensor | None = None,
 ) -> Tensor:
     """The recurrence over the tokens of this call, from the state in the cache.
 
@@ -49,9 +52,10 @@ def gated_delta(
         beta: `[B, S, Hv]`, how much of an error is corrected.
         positions: `[B, S]` int64. A row whose first position is 0 starts anew, whatever the cache holds.
         lengths: `[B]` int64, how many tokens of each row are real. The others, at its end, leave the state as it is,
-            and what is returned for them means nothing.
+            and what is returned for them means nothing. None: of a ragged call.
         state_cache: `[max_batch, Hv, Dk, Dv]` float32, or None. Row b of the call is row b of the cache. Written
-            **in place**.
+            **in place**. Of a ragged call rows are those that `states` names.
+        states, spans: of a ragged call, B = 1, with a cache; see `graphfuse.ops.layout.Layout`.
 
     Returns:
         `[B, S, Hv, Dv]`, contiguous, in v's dtype.
@@ -62,29 +66,67 @@ def gated_delta(
     Nothing depends on values, so a call can be captured in a CUDA graph.
     """
     _check(q, k, v, g, beta, positions, lengths, state_cache)
+    check_ragged_states(lengths, states, spans, state_cache)
+    if states is not None and spans is not None and state_cache is not None:
+        return _ragged((q[0], k[0], v[0], g[0], beta[0]), positions[0], state_cache, states, spans)[None]
+    assert lengths is not None
     batch, length, num_heads, value_dim = v.shape
-    is_real = torch.arange(length, device=v.device) < lengths[:, None]  # [B, S]
-    keep = g.float().masked_fill(~is_real[:, :, None], 0.0).transpose(1, 2)  # [B, Hv, S]
-    rate = beta.float().masked_fill(~is_real[:, :, None], 0.0).transpose(1, 2)
-    group = num_heads // k.shape[2]
-    q, k = (_unit(x).repeat_interleave(group, dim=2).transpose(1, 2) for x in (q, k))  # [B, Hv, S, Dk]
-    q = q * q.shape[-1] ** -0.5
-    values = v.float().transpose(1, 2)  # [B, Hv, S, Dv]
-    state = values.new_zeros(batch, num_heads, q.shape[-1], value_dim)
+    is_real = (torch.arange(length, device=v.device) < lengths[:, None])[:, :, None]  # [B, S, 1]
+    state = v.new_zeros(batch, num_heads, q.shape[-1], value_dim, dtype=torch.float32)
     if state_cache is not None:
         check_rows(batch, state_cache)
-        state = torch.where((positions[:, 0] == 0)[:, None, None, None], state, state_cache[:batch])
-    step = _one_token if length == 1 else _chunks
-    y, state = step(q, k, values, keep, rate, state)
+        state = _since(positions[:, 0], state_cache[:batch])
+    y, state = _advance(q, k, v, g.float().where(is_real, 0.0), beta.float().where(is_real, 0.0), state)
     if state_cache is not None:
         state_cache[:batch] = state
-    return y.transpose(1, 2).to(v.dtype).contiguous()
+    return y
 
 
 @gated_delta.register_fake
-def _(q, k, v, g, beta, positions, lengths, state_cache):
+def _(q, k, v, g, beta, positions, lengths, state_cache, states=None, spans=None):
     _check(q, k, v, g, beta, positions, lengths, state_cache)
+    check_ragged_states(lengths, states, spans, state_cache)
     return v.new_empty(v.shape)
+
+
+Tokens = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""q, k, v, g and beta."""
+
+
+def _ragged(tokens: Tokens, positions: Tensor, cache: Tensor, states: Tensor, spans: Tensor) -> Tensor:
+    """Tokens and positions `[T, ...]`: first the sequences with one token, all at once, then each of the others."""
+    q, k, v, g, beta = tokens
+    num_single, longer = split(len(v), spans)
+    out = torch.empty_like(v)
+    g, beta = g.float(), beta.float()
+    if num_single:
+        one, rows = slice(0, num_single), states[:num_single]
+        before = _since(positions[one], cache[rows])
+        y, state = _advance(q[one, None], k[one, None], v[one, None], g[one, None], beta[one, None], before)
+        out[one] = y[:, 0]
+        cache.index_put_((rows,), state)
+    for span in longer:
+        here, rows = span.here, states[span.row : span.row + 1]
+        before = _since(positions[span.start : span.start + 1], cache[rows])
+        y, state = _advance(q[None, here], k[None, here], v[None, here], g[None, here], beta[None, here], before)
+        out[here] = y[0]
+        cache.index_put_((rows,), state)
+    return out
+
+
+def _since(first_positions: Tensor, states: Tensor) -> Tensor:
+    """States `[R, ...]`, zero where a row's first position `[R]` is zero: a text that starts."""
+    return torch.where((first_positions == 0).view(-1, *[1] * (states.dim() - 1)), 0.0, states)
+
+
+def _advance(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence over tokens `[B, S, heads, ...]` from `state` `[B, Hv, Dk, Dv]`; g and beta in float32."""
+    group = v.shape[2] // k.shape[2]
+    q, k = (_unit(x).repeat_interleave(group, dim=2).transpose(1, 2) for x in (q, k))  # [B, Hv, S, Dk]
+    q = q * q.shape[-1] ** -0.5
+    step = _one_token if v.shape[1] == 1 else _chunks
+    y, state = step(q, k, v.float().transpose(1, 2), g.transpose(1, 2), beta.transpose(1, 2), state)
+    return y.transpose(1, 2).to(v.dtype).contiguous(), state
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -158,6 +200,6 @@ def _check(q, k, v, g, beta, positions, lengths, state_cache) -> None:
     for t in (q, k, beta):
         if t.dtype != v.dtype:
             raise ArgumentError(f"v is {v.dtype} but another input is {t.dtype}. Use one dtype for q, k, v and beta.")
-    for t in (q, k, g, beta, positions, lengths, *([] if state_cache is None else [state_cache])):
+    for t in (q, k, g, beta, positions, *(t for t in (lengths, state_cache) if t is not None)):
         if t.device != v.device:
             raise ArgumentError(f"v is on {v.device} but another input is on {t.device}. Use one device for all.")

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from graphfuse.errors import ArgumentError
 from graphfuse.ops.attention import dot_product_attention, is_plain_causal, write_slots
+from graphfuse.ops.layout import check_ragged, read_pages, split, starts_of, write_entries
+from graphfuse.ops.varlen import gather_slots, page_slots, varlen_attention
 
 
 @torch.library.custom_op("graphfuse::mla_attention", mutates_args=())
@@ -38,6 +40,9 @@ def mla_attention(
     latent_cache: Tensor | None,
     k_rope_cache: Tensor | None,
     scale: float,
+    entries: Tensor | None = None,
+    pages: Tensor | None = None,
+    spans: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of this rank's heads over the cache, or over the tokens of the call themselves.
 
@@ -48,8 +53,9 @@ def mla_attention(
         kv_up: `[H * (N + V), R]`: for each head W_uk, then W_uv.
         positions: `[B, S]` int64, as for `graphfuse::attention`.
         latent_cache, k_rope_cache: `[max_batch, max_len, R]` and `[max_batch, max_len, P]`, or both None. Written **in
-            place** at (b, positions[b, s]).
+            place** at (b, positions[b, s]). Of a ragged call `[num_pages, page_size, ...]`, written at `entries`.
         scale: factor on the dot products.
+        entries, pages, spans: of a ragged call, B = 1, with caches; see `graphfuse.ops.layout.Layout`.
 
     Returns:
         `[B, S, H, V]`, contiguous, in q_nope's dtype.
@@ -57,13 +63,23 @@ def mla_attention(
     Raises:
         ArgumentError: shapes, dtypes or devices do not fit, or (on the CPU) a position lies outside the cache.
 
-    With S == 1 on CUDA nothing depends on the values in `positions`: such a call can be captured in a CUDA graph.
+    With S == 1 (of a ragged call: a token a sequence) on CUDA nothing depends on the values in `positions`: such a call
+    can be captured in a CUDA graph.
     """
     value_size = _check(q_nope, q_rope, latent, k_rope, kv_up, positions, latent_cache, k_rope_cache)
+    check_ragged(positions, entries, pages, spans)
     _check_token_dims(q_nope, q_rope, latent, k_rope, positions)
     batch, length, num_heads, _ = q_nope.shape
     if q_nope.numel() == 0:
         return q_nope.new_empty(batch, length, num_heads, value_size)
+    if entries is not None and pages is not None and spans is not None:
+        if latent_cache is None or k_rope_cache is None:
+            raise ArgumentError("A ragged call reads and writes caches. Pass latent_cache and k_rope_cache.")
+        write_entries(latent_cache, entries, latent[0])
+        write_entries(k_rope_cache, entries, k_rope[0])
+        return _of_pages(
+            q_nope[0], q_rope[0], kv_up, positions[0], latent_cache, k_rope_cache, scale, pages, spans, value_size
+        )[None]
     captured = q_nope.is_cuda and length == 1
     if not captured and length > 1 and is_plain_causal(positions, None):
         if latent_cache is not None and k_rope_cache is not None:
@@ -82,9 +98,70 @@ def mla_attention(
 
 
 @mla_attention.register_fake
-def _(q_nope, q_rope, latent, k_rope, kv_up, positions, latent_cache, k_rope_cache, scale):
+def _(
+    q_nope, q_rope, latent, k_rope, kv_up, positions, latent_cache, k_rope_cache, scale,
+    entries=None, pages=None, spans=None,
+):  # fmt: skip
     value_size = _check(q_nope, q_rope, latent, k_rope, kv_up, positions, latent_cache, k_rope_cache)
+    check_ragged(positions, entries, pages, spans)
     return q_nope.new_empty(*q_nope.shape[:3], value_size)
+
+
+def _of_pages(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    kv_up: Tensor,
+    positions: Tensor,
+    latent_cache: Tensor,
+    k_rope_cache: Tensor,
+    scale: float,
+    pages: Tensor,
+    spans: Tensor,
+    value_size: int,
+) -> Tensor:
+    """A ragged call, its latents in the caches already: `[T, H, V]` for queries `[T, H, ...]` and positions `[T]`."""
+    num_single, longer = split(len(q_nope), spans)
+    out = q_nope.new_empty(*q_nope.shape[:2], value_size)
+    if num_single:
+        one = slice(0, num_single)
+        where = (latent_cache, k_rope_cache, pages[one], positions[one], scale)
+        out[one] = _one_token_each(q_nope[one], q_rope[one], kv_up, *where)
+    if longer:
+        starts = starts_of(tuple(longer), q_nope.device)
+        slots = page_slots(pages[num_single:], starts.key_lengths, latent_cache.shape[1], starts.num_keys)
+        keys, values = _keys_values(
+            gather_slots(latent_cache, slots), gather_slots(k_rope_cache, slots), kv_up, *q_nope.shape[1:]
+        )
+        q = torch.cat((q_nope[num_single:], q_rope[num_single:]), dim=-1)
+        out[num_single:] = varlen_attention(
+            q, keys, values, starts.queries, starts.keys, starts.max_query, starts.max_key, scale
+        )
+    return out
+
+
+def _one_token_each(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    kv_up: Tensor,
+    latent_cache: Tensor,
+    k_rope_cache: Tensor,
+    pages: Tensor,
+    positions: Tensor,
+    scale: float,
+) -> Tensor:
+    """Absorbed attention of one token a sequence, `[R, H, V]`."""
+    if not q_nope.is_cuda:
+        length = int(positions.max()) + 1
+        latent, k_rope = (read_pages(cache, pages, length) for cache in (latent_cache, k_rope_cache))
+        mask = (torch.arange(length, device=positions.device) <= positions[:, None])[:, None]  # [R, 1, L]
+        return _absorbed(q_nope[:, None], q_rope[:, None], latent, k_rope, kv_up, mask, scale)[:, 0]
+    from graphfuse.kernels.paged_latent_decode import paged_latent_decode
+
+    num_heads, nope = q_nope.shape[1:]
+    up = kv_up.view(num_heads, -1, kv_up.shape[1])  # [H, N + V, R]
+    q_latent = torch.einsum("bhn,hnr->bhr", q_nope, up[:, :nope])
+    mixed = paged_latent_decode(q_latent, q_rope, latent_cache, k_rope_cache, pages, positions, scale)
+    return torch.einsum("bhr,hvr->bhv", mixed, up[:, nope:])
 
 
 def _expanded(
@@ -92,11 +169,15 @@ def _expanded(
 ) -> Tensor:
     """Ordinary attention with as many key-value heads as query heads; latent `[B, L, R]`, k_rope `[B, L, P]`, mask
     `[B, S, L]` or None for causal."""
-    num_heads, nope = q_nope.shape[2:]
-    keys_values = F.linear(latent, kv_up).unflatten(-1, (num_heads, -1))  # [B, L, H, N + V]
-    k_rope = k_rope[:, :, None].expand(-1, -1, num_heads, -1)
-    keys = torch.cat((keys_values[..., :nope], k_rope), dim=-1)
-    return dot_product_attention(torch.cat((q_nope, q_rope), dim=-1), keys, keys_values[..., nope:], mask, scale)
+    keys, values = _keys_values(latent, k_rope, kv_up, *q_nope.shape[2:])
+    return dot_product_attention(torch.cat((q_nope, q_rope), dim=-1), keys, values, mask, scale)
+
+
+def _keys_values(latent: Tensor, k_rope: Tensor, kv_up: Tensor, num_heads: int, nope: int) -> tuple[Tensor, Tensor]:
+    """Of latents `[..., R]` and rotary keys `[..., P]`: keys `[..., H, N + P]` and values `[..., H, V]`."""
+    both = F.linear(latent, kv_up).unflatten(-1, (num_heads, -1))  # [..., H, N + V]
+    k_rope = k_rope[..., None, :].expand(*k_rope.shape[:-1], num_heads, k_rope.shape[-1])
+    return torch.cat((both[..., :nope], k_rope), dim=-1), both[..., nope:]
 
 
 def _absorbed(

@@ -70,13 +70,18 @@ def _one_head(o: Operand, dim: int) -> bool:
     return isinstance(o.placement, Replicated) and o.shape[dim] == 1
 
 
+LAYOUT = ("entries", "pages", "states", "spans")
+"""Arguments of a ragged call, which all ranks share."""
+
+
 def own_attention(call: Call) -> Outcome:
-    return _with_heads_of(call, "sinks", heads(call, 2, ("q", "k", "v", "k_cache", "v_cache"), ("positions",)))
+    return _with_heads_of(call, "sinks", heads(call, 2, ("q", "k", "v", "k_cache", "v_cache"), ("positions", *LAYOUT)))
 
 
 def latent_attention(call: Call) -> Outcome:
     """Queries, and the matrix that makes keys and values, are divided by heads; every head reads all latents."""
-    found = heads(call, 2, ("q_nope", "q_rope"), ("latent", "k_rope", "positions", "latent_cache", "k_rope_cache"))
+    whole = ("latent", "k_rope", "positions", "latent_cache", "k_rope_cache", *LAYOUT)
+    found = heads(call, 2, ("q_nope", "q_rope"), whole)
     return _with_heads_of(call, "kv_up", found)
 
 
@@ -92,7 +97,7 @@ def delta_rule(call: Call) -> Outcome:
 
 def _by_unit(call: Call, dim: int, dims: dict[str, int]) -> Placement:
     """An op that does the same to each unit of a dimension, with rows' positions and lengths that all units share."""
-    rest = call.operands(("positions", "lengths"))
+    rest = call.operands(("positions", "lengths", *LAYOUT))
     units = [(name, o, d) for name, d in dims.items() for o in call.operands((name,))]
     operands = [o for _, o, _ in units]
     no_partial(call, [*operands, *rest])

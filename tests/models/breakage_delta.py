@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from graphfuse.models.layers import RMSNorm
 from graphfuse.models.parallel import reduce_sum
 from graphfuse.models.sharding import TensorParallel
+from graphfuse.ops.layout import Layout
 
 
 def delta_of(model: Any) -> Any:
@@ -109,7 +110,7 @@ def routed_experts_forgotten(model: nn.Module) -> None:
 def convolution_not_remembered(model: nn.Module) -> None:
     conv = delta_of(model).conv1d
     forward = conv.forward
-    conv.forward = lambda x, positions, lengths, _cache: forward(x, positions, lengths, None)
+    conv.forward = lambda x, positions, layout, _cache: forward(x, positions, layout, None)
 
 
 def state_not_remembered(model: nn.Module) -> None:
@@ -122,10 +123,10 @@ def padding_remembered(model: nn.Module) -> None:
     delta = delta_of(model)
     forward = delta.forward
 
-    def all_tokens_real(
-        x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, lengths: Tensor, *caches: Any
-    ) -> Tensor:
-        return forward(x, cos, sin, positions, torch.full_like(lengths, positions.shape[1]), *caches)
+    def all_tokens_real(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, layout: Layout, *caches: Any) -> Tensor:
+        assert layout.lengths is not None
+        layout = layout._replace(lengths=torch.full_like(layout.lengths, positions.shape[1]))
+        return forward(x, cos, sin, positions, layout, *caches)
 
     delta.forward = all_tokens_real
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import graphfuse
 from graphfuse.weights.load import load
 from tests.models.breakage import BREAKAGES
+from tests.models.ragged import Ragged
 from tests.models.tiny import Batch, Checkpoint
 
 TOLERANCE = 1e-4
@@ -45,20 +46,12 @@ def rank_logits(
     model = load(path, group, dtype=dtype)
     if break_it is not None:
         BREAKAGES[break_it](model)
-    caches = model.new_kv_caches(max_batch=4, max_len=16)
-    lengths = torch.tensor(batch.prompt_lengths)
-    rows = torch.arange(len(lengths))
+    texts = Ragged(model, batch.input_ids)
     run = wrap(model, group)
     with torch.no_grad():
         plain = run(batch.input_ids)  # [B, S, V]
-        prompts = batch.input_ids[:, : int(lengths.max())].clone()
-        prompts[torch.arange(prompts.shape[1])[None] >= lengths[:, None]] = 0  # what stands in the padding is free
-        positions = torch.arange(prompts.shape[1]).repeat(len(lengths), 1)
-        steps = [run(prompts, positions, caches, lengths - 1)]  # [B, V]
-        for step in range(batch.num_decoded):
-            at = lengths + step
-            token = batch.input_ids[rows, at][:, None]
-            steps.append(run(token, at[:, None], caches, torch.zeros_like(lengths)))
+        steps = [texts.run(run, dict(enumerate(batch.prompt_lengths)))]  # [B, V]
+        steps += [texts.run(run, dict.fromkeys(range(len(texts)), 1)) for _ in range(batch.num_decoded)]
     return {"plain": plain.clone(), "cached": torch.stack(steps, 1)}
 
 
