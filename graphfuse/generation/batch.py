@@ -26,7 +26,7 @@ from graphfuse.comm.watching import in_call
 from graphfuse.errors import GenerationError
 from graphfuse.generation.cache import StaticCache
 from graphfuse.generation.completion import Completion, FinishReason, GenerationStats
-from graphfuse.generation.sampler import NOT_FINITE, Sampler
+from graphfuse.generation.sampler import NOT_FINITE, BatchSampler
 from graphfuse.generation.sampling import SamplingParams
 from graphfuse.generation.text import Decode, TextStream
 
@@ -118,7 +118,7 @@ def generate_batch(
     """The completions of `requests`, in order. `cache` has room for them; `stats` is added to. `watch`: over the ranks
     that take part."""
     rows = [_Row(request, decode, eos, cache.max_length, on_text) for request in requests]
-    sampler = Sampler([r.params for r in requests], [r.seed for r in requests], device)
+    sampler = BatchSampler([r.params for r in requests], [r.seed for r in requests], device)
 
     start = time.perf_counter()
     input_ids, lengths = _right_pad([r.prompt_token_ids for r in requests])
