@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphfuse.generation.completion import Completion, GenerationStats
+    from graphfuse.generation.job import Job
     from graphfuse.generation.llm import LLM
     from graphfuse.generation.sampling import SamplingParams
 
 _HOMES = {
     "LLM": "graphfuse.generation.llm",
     "Completion": "graphfuse.generation.completion",
+    "Job": "graphfuse.generation.job",
     "GenerationStats": "graphfuse.generation.completion",
     "SamplingParams": "graphfuse.generation.sampling",
 }
 
-__all__ = ["LLM", "Completion", "GenerationStats", "SamplingParams"]
+__all__ = ["LLM", "Completion", "GenerationStats", "Job", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

@@ -90,7 +90,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, max_length: int) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._max_length = max_length
 
     @property
@@ -103,9 +103,9 @@ class PromptEncoder:
         token_ids = self._token_ids(prompt, name)
         if not token_ids:
             raise GenerationError(f"{name} is empty. Give at least one token to continue from.")
-        if max(token_ids) >= self._vocab_size:
+        if max(token_ids) >= self.vocab_size:
             raise GenerationError(
-                f"{name} has the token id {max(token_ids)}, but the model's vocabulary has {self._vocab_size} ids. "
+                f"{name} has the token id {max(token_ids)}, but the model's vocabulary has {self.vocab_size} ids. "
                 "Check that the tokenizer belongs to the model."
             )
         if len(token_ids) >= self._max_length:
@@ -131,9 +131,9 @@ class PromptEncoder:
                 raise GenerationError(
                     f"{name} holds {brief(token_id)}. A list must hold only messages, or only token ids."
                 )
-            if not 0 <= token_id < self._vocab_size:
+            if not 0 <= token_id < self.vocab_size:
                 raise GenerationError(
-                    f"{name} holds token id {brief(token_id)}, outside the vocabulary of {self._vocab_size}. "
+                    f"{name} holds token id {brief(token_id)}, outside the vocabulary of {self.vocab_size}. "
                     "Encode it with this model's own tokenizer."
                 )
             token_ids.append(token_id)

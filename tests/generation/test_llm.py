@@ -202,7 +202,8 @@ def test_messages_go_through_the_chat_template(llm):
 
 def test_stats_count_the_tokens_of_the_last_call(llm):
     completions = llm.generate(PROMPTS, SamplingParams(max_tokens=5))
-    assert llm.stats.prefill_tokens == sum(len(c.prompt_token_ids) for c in completions)
+    prompt_tokens = sum(len(c.prompt_token_ids) for c in completions)
+    assert llm.stats.prefill_tokens + llm.stats.shared_tokens == prompt_tokens
     assert llm.stats.decode_tokens == sum(len(c.token_ids) - 1 for c in completions)
     assert llm.stats.prefill_tokens_per_second > 0
     assert "prefill" in llm.stats.to_text() and "decode" in llm.stats.to_text()
@@ -256,7 +257,9 @@ def test_logits_that_are_not_numbers_are_reported(checkpoint):
     llm = LLM(checkpoint, device="cpu", compile=False)
     with torch.no_grad():
         llm.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(GenerationError, match=r"prompt 0 hold NaN or infinity after 0 tokens\. Try dtype=float32"):
+    with pytest.raises(
+        GenerationError, match=r"Prompt 0: The logits hold NaN or infinity after 0 tokens\. Try dtype=float32"
+    ):
         llm.generate(["A"])
 
 
@@ -266,7 +269,7 @@ def test_a_context_longer_than_the_model_was_made_for_is_refused(checkpoint):
 
 
 def test_a_batch_of_none_is_refused(checkpoint):
-    with pytest.raises(ConfigError, match="leaves no room"):
+    with pytest.raises(ConfigError, match="max_batch_size=0 is not a whole number of at least 1"):
         LLM(checkpoint, device="cpu", max_batch_size=0)
 
 

@@ -1,0 +1,107 @@
+"""The loop: schedule a step, launch it, and while it runs read the one before and end what is finished.
+
+    schedule n+1 ─► launch n+1 ─► read n ─► end, let in ─► schedule n+2 ─► …
+
+A sequence that turns out to have ended was launched once too often; that token is dropped. Sequences that a grammar
+guides cannot be launched before their last token is known: while there are any, steps are read at once.
+"""
+
+from __future__ import annotations
+
+import time
+
+from graphfuse.comm.watch import Watch
+from graphfuse.comm.watching import in_call
+from graphfuse.generation.completion import GenerationStats
+from graphfuse.generation.runner import Launched, Runner
+from graphfuse.generation.sampler import NOT_FINITE
+from graphfuse.generation.scheduler import MustRead, Part, Scheduler
+from graphfuse.generation.sequence import Sequence
+
+
+class Engine:
+    """Runs sequences to their end. Deterministic: ranks that add the same sequences at the same steps stay in step."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, watch: Watch | None = None) -> None:
+        self.scheduler = scheduler
+        self._watch = watch
+        self.stats = GenerationStats()
+        self._runner = runner
+        self._launched: Launched | None = None
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.scheduler.waiting) + len(self.scheduler.running)
+
+    def begin(self) -> None:
+        """Count from zero."""
+        self.stats = GenerationStats()
+        self.scheduler.num_preempted = self.scheduler.num_shared_tokens = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self.scheduler.add(sequence)
+
+    def step(self) -> list[Sequence]:
+        """Launch a step, and return the sequences that the one before has ended."""
+        with in_call(self._watch, "step"):
+            return self._step()
+
+    def _step(self) -> list[Sequence]:
+        start = time.perf_counter()
+        finished: list[Sequence] = []
+        if any(sequence.guide for sequence in self.scheduler.running):
+            finished += self._read()
+        try:
+            parts = self.scheduler.step()
+        except MustRead:
+            finished += self._read()
+            parts = self.scheduler.step()
+        before = self._launched
+        self._launched = self._runner.launch(parts, before) if parts else None
+        if before is not None:
+            finished += self._accept(before)
+        self._count(parts, time.perf_counter() - start)
+        return finished
+
+    def abandon(self) -> None:
+        """Drop everything: an error has ended the generation."""
+        self._launched = None
+        for sequence in list(self.scheduler.running):
+            self.scheduler.end(sequence, forget=True)
+        self.scheduler.waiting.clear()
+
+    def _read(self) -> list[Sequence]:
+        launched, self._launched = self._launched, None
+        return [] if launched is None else self._accept(launched)
+
+    def _accept(self, launched: Launched) -> list[Sequence]:
+        finished = []
+        for sequence, token_id, logprob in launched.read():
+            had_ended = sequence.finish_reason is not None
+            self.stats.decode_tokens -= had_ended
+            if token_id == NOT_FINITE:
+                sequence.fail(
+                    f"The logits hold NaN or infinity after {sequence.num_generated} tokens. Try dtype=float32; if it "
+                    "stays, the checkpoint is damaged or the model overflows."
+                )
+            else:
+                sequence.accept(token_id, logprob)
+            if sequence.finish_reason is not None and not had_ended:
+                finished.append(sequence)
+        for sequence in finished:
+            free = self.scheduler.end(sequence, forget=sequence.error is not None)
+            if sequence.error is not None and free:
+                self._runner.clear(free)
+        return finished
+
+    def _count(self, parts: list[Part], seconds: float) -> None:
+        """A step's time is shared out by tokens. What is recomputed after a preemption is prefill again."""
+        prefill = sum(part.length for part in parts if part.before < part.sequence.num_prompt or part.length > 1)
+        decode = sum(part.length for part in parts) - prefill
+        share = prefill / (prefill + decode) if parts else 0.0
+        self.stats.num_preempted = self.scheduler.num_preempted
+        self.stats.shared_tokens = self.scheduler.num_shared_tokens
+        self.stats.prefill_tokens += prefill
+        self.stats.decode_tokens += decode
+        self.stats.prefill_seconds += share * seconds
+        self.stats.decode_seconds += (1 - share) * seconds
