@@ -11,6 +11,7 @@ from graphfuse.cli.explain import explain
 from graphfuse.cli.generate import generate
 from graphfuse.cli.measuring import bench_plot
 from graphfuse.cli.models import models
+from graphfuse.cli.profile import profile
 from graphfuse.cli.tune_moe import tune_moe
 
 app = typer.Typer(
@@ -20,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, explain, doctor, models):
+for command in (generate, explain, profile, doctor, models):
     app.command()(command)
 
 bench = typer.Typer(help="Measure graphfuse's parts beside their alternatives.", no_args_is_help=True)
