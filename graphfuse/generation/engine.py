@@ -28,23 +28,34 @@ class Engine:
         self.stats = GenerationStats()
         self._runner = runner
         self._launched: Launched | None = None
+        self._is_ready = False
 
     @property
     def num_unfinished(self) -> int:
         return len(self.scheduler.waiting) + len(self.scheduler.running)
 
     def begin(self) -> None:
-        """Count from zero."""
+        """Count from zero. The first time the model is traced, so that compiling does not count as prefill."""
         self.stats = GenerationStats()
         self.scheduler.num_preempted = self.scheduler.num_shared_tokens = 0
+        if not self._is_ready:
+            start = time.perf_counter()
+            with in_call(self._watch, "preparation"):
+                self._runner.warm_up()
+            self.stats.start_up_seconds = time.perf_counter() - start
+            self._is_ready = True
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
 
     def step(self) -> list[Sequence]:
-        """Launch a step, and return the sequences that the one before has ended."""
-        with in_call(self._watch, "step"):
-            return self._step()
+        """Launch a step, and return the sequences that the one before has ended. What it raises ends all of them."""
+        try:
+            with in_call(self._watch, "step"):
+                return self._step()
+        except BaseException:
+            self.abandon()
+            raise
 
     def _step(self) -> list[Sequence]:
         start = time.perf_counter()

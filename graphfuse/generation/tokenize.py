@@ -89,13 +89,13 @@ class PromptEncoder:
     """Turns prompts into token ids and refuses what the model cannot take."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, max_length: int) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._max_length = max_length
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+        return bool(self.tokenizer.chat_template)
 
     def encode(self, prompt: Prompt, name: str = "The prompt") -> list[int]:
         """The token ids of one prompt: at least one, with room for at least one more. Otherwise raises
@@ -118,7 +118,7 @@ class PromptEncoder:
     def _token_ids(self, prompt: Prompt, name: str) -> list[int]:
         if isinstance(prompt, str):
             _check_text(prompt, name)
-            return list(self._tokenizer(prompt)["input_ids"]) if prompt else []
+            return list(self.tokenizer(prompt)["input_ids"]) if prompt else []
         if not isinstance(prompt, Sequence):
             raise GenerationError(
                 f"{name} is of type {type(prompt).__name__}. Give text, a list of messages, or a list of token ids."
@@ -151,7 +151,7 @@ class PromptEncoder:
             )
         _check_text(messages, name)
         try:
-            encoded: Any = self._tokenizer.apply_chat_template(
+            encoded: Any = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
             )
         except Exception as error:  # a template is a program of its own; what it raises is about the messages
