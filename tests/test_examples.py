@@ -30,6 +30,17 @@ def test_a_transformers_model_is_compiled_and_gives_the_same_logits():
     assert float(output.split("largest difference of a logit:")[1]) < 1e-5
 
 
+def test_a_module_sharded_by_torch_is_compiled_and_gives_the_same_result():
+    output = on_two_ranks("tensor_parallel_module.py")
+    assert "4 all-reduces: 4 fused" in output
+    assert float(output.split("largest difference from the whole model:")[1]) < 1e-5
+
+
+def test_a_rule_from_outside_is_used_and_changes_nothing():
+    output = run(sys.executable, EXAMPLES / "custom_rule.py", folder=ROOT)
+    assert "equal: True, rewritten: {'matches': 2, 'declines': 0" in output
+
+
 def test_prompts_are_completed_on_two_ranks(checkpoint):  # noqa: F811
     output = on_two_ranks("generate_offline.py", checkpoint)
     assert output.count(" -> ") == 3, "one rank prints"
