@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,8 +13,8 @@ from graphfuse.cli.errors import plain_errors
 from graphfuse.errors import ConfigError, GenerationError
 
 if TYPE_CHECKING:
-    from graphfuse.generation import LLM, Completion, SamplingParams
-    from graphfuse.generation.tokenize import Message, Prompt
+    from graphfuse.cli.input_survey import Task
+    from graphfuse.generation import LLM, SamplingParams
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -23,24 +22,50 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def generate(
     model: Annotated[str, typer.Option(help="Checkpoint folder or hub id.")],
     tp: Annotated[
-        int | None, typer.Option(help="Tensor-parallel ranks. Under torchrun: as many as it started.")
+        int | None,
+        typer.Option(help="Tensor-parallel ranks. Under torchrun: all it started, or a part: then there are replicas."),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Text to answer, streamed to the terminal.")] = None,
-    input: Annotated[Path | None, typer.Option(help='JSON Lines of {"id", "prompt"} or {"id", "messages"}.')] = None,
-    output: Annotated[
-        Path | None, typer.Option(help='JSON Lines of {"id", "text", "token_ids", "finish_reason"} or {"id", "error"}.')
+    input: Annotated[
+        Path | None,
+        typer.Option(help='JSON Lines of {"id", "prompt"} or {"id", "messages"}, or in OpenAI\'s batch format.'),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Gets a line for each record. A file with answers is gone on with."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop what is in the output, and start anew.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only read and check the input, and say what there is to do.")
+    ] = False,
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="Write the ids of generated tokens too.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for a prompt.")] = 128,
+    min_tokens: Annotated[int, typer.Option(help="Tokens before a completion may end.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Share of the probability to sample from.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Number of most likely tokens to sample from; 0 is all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Leave out tokens below this share of the likeliest one's.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: against tokens that were there before.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Prompt i is sampled with seed + i. Default: a new one.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends a completion; may be given several times.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="As --stop, by token id.")] = None,
+    n: Annotated[int, typer.Option("--n", help="Completions of each record.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Write each token's log probability, and this many likeliest tokens', up to 20.")
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that every text satisfies (extra: guided).")
+    ] = None,
     chat_template: Annotated[
         bool, typer.Option(help="Put prompts through the tokenizer's chat template, if it has one.")
     ] = True,
-    max_batch_size: Annotated[int, typer.Option(help="Most prompts that run at once.")] = 32,
-    max_length: Annotated[int | None, typer.Option(help="Context length. Default: as long as needed.")] = None,
+    max_batch_size: Annotated[int, typer.Option(help="Most completions that run at once.")] = 32,
+    max_length: Annotated[int | None, typer.Option(help="Longest text in tokens. Default: the model's.")] = None,
+    cache_tokens: Annotated[
+        int | None, typer.Option(help="Tokens that the cache holds. Default: as many as fit.")
+    ] = None,
+    max_step_tokens: Annotated[int, typer.Option(help="Most tokens that a step computes.")] = 2048,
+    page_size: Annotated[int, typer.Option(help="Tokens of a page of the cache, a power of two.")] = 16,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(_DTYPES)}. Default: the checkpoint's.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     report: Annotated[bool, typer.Option("--report", help="Show what became of each reduction.")] = False,
@@ -59,22 +84,38 @@ def generate(
         # Everything that can be wrong on the command line is found here, before any process is started.
         if (prompt is None) == (input is None):
             raise ConfigError("Nothing, or too much, to generate from. Give either --prompt or --input.")
-        if (input is None) != (output is None):
+        if (input is None) != (output is None) and not (dry_run and output is None):
             raise ConfigError("--input and --output go together. Give both, or --prompt.")
         if input is not None and output is not None and _overwrites(input, output):
             raise ConfigError(f"--output {output} would overwrite --input {input}. Give another output path.")
         if prompt == "":
             raise GenerationError("--prompt is empty. Give some text to answer.")
+        if prompt is not None and (overwrite or dry_run or token_ids or n != 1 or logprobs is not None):
+            raise ConfigError(
+                "--overwrite, --dry-run, --token-ids, --n and --logprobs are about files. Leave them out with --prompt."
+            )
         if dtype not in (None, *_DTYPES):
             raise ConfigError(f"--dtype {dtype} is not known. Use {', '.join(_DTYPES)}.")
-        num_ranks = launch.check_ranks(tp)
+        num_ranks = launch.check_ranks(tp, replicas=input is not None)
         device_type = launch.pick_device(device, num_ranks)
 
         from graphfuse.config import FuseConfig
         from graphfuse.generation.sampling import SamplingParams
 
         params = SamplingParams(
-            max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop or ()
+            max_tokens=max_new_tokens,
+            min_tokens=min_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=stop or (),
+            stop_token_ids=stop_token_id or (),
+            n=n,
+            logprobs=logprobs,
+            json_schema=_schema(json_schema) if json_schema else None,
         )
         config = FuseConfig(
             disabled_rules=frozenset(disable_rule or ()),
@@ -87,6 +128,22 @@ def generate(
             moe_config_dir=moe_config_dir,
             dump=dump,
         )
+        sizes: dict[str, Any] = {
+            "max_batch_size": 1 if prompt is not None else max_batch_size,
+            "max_length": max_length,
+            "cache_tokens": cache_tokens,
+            "max_step_tokens": max_step_tokens,
+            "page_size": page_size,
+        }
+        task = None
+        if input is not None:
+            from graphfuse.cli.input_survey import Task
+
+            replicas = launch.place(num_ranks)
+            task = Task(model, input, output, params, chat_template, token_ids, overwrite, *replicas)
+            if dry_run:
+                whole_pages = cache_tokens and cache_tokens // page_size * page_size
+                raise SystemExit(_say_what_there_is(task, max_length, whole_pages))
         if num_ranks > 1 and not launch.is_rank():
             raise SystemExit(launch.run_ranks(num_ranks, sys.argv[1:]))
 
@@ -96,43 +153,66 @@ def generate(
         from graphfuse.generation import LLM
 
         with launch.joined(num_ranks, device_type) as (rank_device, group):
-            llm = LLM(
-                model,
-                group,
-                dtype=getattr(torch, dtype) if dtype else None,
-                device=rank_device,
-                config=config,
-                max_batch_size=1 if prompt is not None else max_batch_size,
-                max_length=max_length,
-            )
-            if prompt is not None:
-                exit_code = _answer(llm, prompt, params, chat_template)
+
+            def start() -> LLM:
+                as_dtype = getattr(torch, dtype) if dtype else None
+                return LLM(model, group, dtype=as_dtype, device=rank_device, config=config, **sizes)
+
+            if task is not None:
+                from graphfuse.cli.generate_file import complete_file
+                from graphfuse.cli.progress import summary
+
+                llm, tally = complete_file(task, group, launch.everyone(), start)
+                said = summary(task, llm, tally)
             else:
-                assert input is not None and output is not None
-                exit_code = _complete_file(llm, input, output, params, chat_template)
-            if launch.rank() == 0:
-                print(llm.stats.to_text(), file=sys.stderr)
-                if report:
+                assert prompt is not None
+                llm = start()
+                _answer(llm, prompt, params, chat_template)
+                said = llm.stats.to_text()
+            if launch.rank() % num_ranks == 0:
+                print(said, file=sys.stderr)
+                if report and llm is not None:
                     show_report(llm.report)
-            llm.close()
-        raise SystemExit(exit_code)
+            if llm is not None:
+                llm.close()
+        if task is not None and tally.found_no_use and task.num_replicas == 1:
+            raise GenerationError(f'No record of {input} could be used. See "error" in {output}.')
 
 
 def _overwrites(input: Path, output: Path) -> bool:
-    """Whether writing `output`, or its unfinished part, would write over `input`, under whatever name."""
-    from graphfuse.generation.jsonl import partial_path
+    """Whether `input` is one of the files that hold answers of `output`, under whatever name."""
+    from graphfuse.generation.answer_file import family
 
-    written = (output, partial_path(output))
-    return any(
-        path.resolve() == input.resolve() or (path.exists() and input.exists() and path.samefile(input))
-        for path in written
-    )
+    return any(path.resolve() == input.resolve() or _same(path, input) for path in (output, *family(output)))
 
 
-def _answer(llm: LLM, prompt: str, params: SamplingParams, chat_template: bool) -> int:
-    """Stream the answer to one prompt to stdout; returns the exit code."""
+def _same(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and one.samefile(other)
+
+
+def _schema(file: Path) -> dict[str, Any]:
+    """The JSON schema in a file. Raises `SchemaError`."""
+    from graphfuse.jsonfile import JsonObject
+
+    return JsonObject.read(file).data
+
+
+def _say_what_there_is(task: Task, *limits: int | None) -> int:
+    """What a run would do, with texts of at most so many tokens; returns the exit code."""
+    if launch.rank():
+        return 0
+    from graphfuse.cli.input_survey import dry_run
+
+    text, exit_code = dry_run(task, *limits)
+    print(text)
+    return exit_code
+
+
+def _answer(llm: LLM, prompt: str, params: SamplingParams, chat_template: bool) -> None:
+    """Stream the answer to one prompt to stdout."""
     is_first = launch.rank() == 0
-    token_ids = llm.encode(_as_conversation(llm, prompt, chat_template), "--prompt")
+    wraps = chat_template and llm.has_chat_template
+    token_ids = llm.encode([{"role": "user", "content": prompt}] if wraps else prompt, "--prompt")
 
     def show(_: int, text: str) -> None:
         print(text, end="", flush=True)
@@ -140,52 +220,3 @@ def _answer(llm: LLM, prompt: str, params: SamplingParams, chat_template: bool) 
     llm.generate([token_ids], params, on_text=show if is_first else None)
     if is_first:
         print(flush=True)
-    return 0
-
-
-def _complete_file(llm: LLM, input: Path, output: Path, params: SamplingParams, chat_template: bool) -> int:
-    """Write a line for each record of `input`, in order. Returns the exit code: 0 if any record could be used."""
-    from graphfuse.generation.jsonl import completion_line, error_line, read_records, written_at_once
-
-    records = read_records(input)
-    usable: list[int] = []
-    prompts: list[list[int]] = []
-    for i, record in enumerate(records):
-        if record.prompt is None:
-            continue
-        try:
-            prompts.append(llm.encode(_as_conversation(llm, record.prompt, chat_template)))
-            usable.append(i)
-        except GenerationError as error:
-            records[i] = replace(record, prompt=None, error=str(error))
-    # By its place in the file, so that a broken line does not change what the ones after it get.
-    each = [params if params.seed is None else replace(params, seed=params.seed + i) for i in usable]
-    if launch.rank() != 0:
-        llm.generate(prompts, each)
-        return 0
-    with written_at_once(output) as file:
-        num_written = 0
-
-        def write_errors(end: int) -> None:
-            file.writelines(error_line(record) for record in records[num_written:end])
-
-        def write(j: int, completion: Completion) -> None:
-            nonlocal num_written
-            write_errors(usable[j])
-            file.write(completion_line(records[usable[j]], completion))
-            file.flush()
-            num_written = usable[j] + 1
-
-        llm.generate(prompts, each, on_completion=write)
-        write_errors(len(records))
-    if len(usable) < len(records):
-        num_failed = len(records) - len(usable)
-        print(f'{num_failed} of {len(records)} lines could not be used: see "error" in {output}', file=sys.stderr)
-    return 0 if usable or not records else 1
-
-
-def _as_conversation(llm: LLM, prompt: str | list[Message], chat_template: bool) -> Prompt:
-    """A prompt as the user's turn of a conversation, for models that are made for conversations."""
-    if isinstance(prompt, str) and prompt and chat_template and llm.has_chat_template:
-        return [{"role": "user", "content": prompt}]
-    return prompt

@@ -52,16 +52,28 @@ def _number(variable: str, default: int) -> int:
     return int(text)
 
 
-def check_ranks(tp: int | None) -> int:
-    """The number of ranks: `tp`, or what torchrun started. Raises `GroupError` if the two differ."""
+def check_ranks(tp: int | None, *, replicas: bool = False) -> int:
+    """The number of tensor-parallel ranks: `tp`, or what torchrun started. With `replicas` it may have started several
+    times as many. Raises `GroupError` if the two do not fit."""
     started = _number("WORLD_SIZE", 1) if is_rank() else None
     wanted = tp if tp is not None else started or 1
-    if started is not None and started != wanted:
-        raise GroupError(f"torchrun started {started} ranks but --tp is {wanted}. Make them equal, or leave --tp out.")
-    rank()  # raises if it is none
     if wanted < 1:
         raise GroupError(f"--tp {wanted} is not a number of ranks. Use 1 or more.")
+    if started is not None and (started % wanted if replicas and started else started != wanted):
+        fit = "Start a multiple of it" if replicas else "Make them equal"
+        raise GroupError(f"torchrun started {started} ranks but --tp is {wanted}. {fit}, or leave --tp out.")
+    rank()  # raises if it is none
     return wanted
+
+
+def place(tp: int) -> tuple[int, int]:
+    """Which replica this process belongs to, and how many there are: `tp` ranks each, in the order of the ranks."""
+    return (rank() // tp, _number("WORLD_SIZE", tp) // tp) if is_rank() else (0, 1)
+
+
+def _ranks_here(num_ranks: int) -> int:
+    """How many ranks share this host, of which all are on it unless torchrun says otherwise."""
+    return _number("LOCAL_WORLD_SIZE", num_ranks) if is_rank() else num_ranks
 
 
 def pick_device(name: str, num_ranks: int) -> str:
@@ -76,6 +88,7 @@ def pick_device(name: str, num_ranks: int) -> str:
     num_gpus = torch.cuda.device_count()
     if name == "auto" and num_gpus == 0:
         return "cpu"
+    num_ranks = _ranks_here(num_ranks)
     if num_gpus < num_ranks:
         raise GroupError(
             f"{num_ranks} ranks need {num_ranks} GPUs, and {num_gpus} can be seen. Lower --tp, or use --device cpu."
@@ -124,27 +137,40 @@ def run_ranks(num_ranks: int, arguments: list[str]) -> int:
 
 @contextmanager
 def joined(num_ranks: int, device_type: str) -> Iterator[tuple[torch.device, dist.ProcessGroup | None]]:
-    """This process as one of `num_ranks`: its device, and the group of all, `None` for a single process."""
+    """This process as one of `num_ranks`, in a replica of them where torchrun started more: its device, and the group
+    of its replica, `None` for a process that is alone."""
     import torch
     import torch.distributed as dist
 
     local_rank = _number("LOCAL_RANK", 0)
+    replica, num_replicas = place(num_ranks)
     _end_with_the_launcher()
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(_threads_per_rank(num_ranks))
-    if num_ranks == 1:
+        torch.set_num_threads(_threads_per_rank(_ranks_here(num_ranks)))
+    if num_ranks * num_replicas == 1:
         yield device, None
         return
     if device_type == "cuda":
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    yield device, dist.group.WORLD
+    group = dist.group.WORLD
+    if num_replicas > 1:
+        members = [list(range(r * num_ranks, (r + 1) * num_ranks)) for r in range(num_replicas)]
+        group = [dist.new_group(ranks) for ranks in members][replica]  # each is made by all ranks
+    yield device, group
     dist.destroy_process_group()  # not after an error: the other ranks may be inside a collective, and it would wait
+
+
+def everyone() -> dist.ProcessGroup | None:
+    """The ranks of all replicas, `None` for a process that is alone. Inside `joined`."""
+    import torch.distributed as dist
+
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _end_with_the_launcher() -> None:

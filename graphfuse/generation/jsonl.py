@@ -1,109 +1,135 @@
-"""Prompts from a JSON Lines file, completions into another one.
+"""Records from a JSON Lines file of any size, one at a time.
 
-    in   {"id": …, "prompt": "text"}                   out  {"id", "text", "token_ids", "finish_reason"}
-         {"id": …, "messages": [{"role", "content"}]}       {"id", "error"}
+    {"id": …, "prompt": "text"}                                  may also have the fields of record.SAMPLING_FIELDS
+    {"id": …, "messages": [{"role", "content"}, …]}
+    {"custom_id": …, "method": "POST", "url": …, "body": {…}}    OpenAI's batch format: openai_batch.py
 
-A line that cannot be used becomes an error in its place, and the others go on. Other keys of a line are left alone, so
-that a data set's own fields need not be removed.
+Each line is read by itself, so a file may mix them. A line that cannot be used is a record with an error, and the
+others go on. Other keys of a line are left alone, so that a data set's own fields need not be removed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from graphfuse.errors import SchemaError, brief
-from graphfuse.generation.completion import Completion
+from graphfuse.generation.openai_batch import read_request
+from graphfuse.generation.record import Record, Unusable, id_key, line_key, sampling_fields
 from graphfuse.jsonfile import parse_json
 
-
-@dataclass(frozen=True)
-class Record:
-    """One line of input: a prompt, or why there is none."""
-
-    id: Any
-    prompt: str | list[dict[str, Any]] | None = None
-    error: str | None = None
+MAX_LINE = 64 << 20
+"""Bytes. A longer line, or a file that has no lines, must not fill the memory."""
 
 
-def read_records(path: str | Path) -> list[Record]:
-    """Every line that is not blank, in order. Raises `SchemaError` if the file cannot be read at all."""
+def read_records(path: str | Path) -> Iterator[Record]:
+    """Every line that is not blank, in order. An id that an earlier line has makes the later one an error: 16 bytes of
+    each id are kept.
+
+    Raises:
+        SchemaError: the file cannot be read, at once or in the middle.
+    """
+    seen: set[bytes] = set()
     try:
-        lines = Path(path).read_bytes().splitlines()
+        with _opened(path) as file:
+            for record in _records(file):
+                if record.key in seen:
+                    record = _twice(record)
+                seen.add(record.key)
+                yield record
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _opened(path: str | Path) -> BinaryIO:
+    """The file, which can be read as often as there are ranks. Raises `SchemaError`."""
+    try:
+        is_regular = Path(path).is_file() or not Path(path).exists()
+        file = Path(path).open("rb") if is_regular else None  # noqa: SIM115
     except (OSError, ValueError) as error:
-        raise SchemaError(f"{path} cannot be read ({brief(error)}). Give an existing JSON Lines file.") from error
-    return [_record(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+        raise _unreadable(path, error) from error
+    if file is None:
+        raise SchemaError(f"{path} is no regular file, and is read more than once. Write the prompts into one.")
+    return file
 
 
-def _record(line: bytes, number: int) -> Record:
+def _unreadable(path: str | Path, error: Exception) -> SchemaError:
+    return SchemaError(f"{path} cannot be read ({brief(error)}). Give an existing JSON Lines file.")
+
+
+def _records(file: BinaryIO) -> Iterator[Record]:
+    number = index = size = 0
+    while line := file.readline(MAX_LINE + 1):
+        number += 1
+        size += len(line)
+        too_long = len(line) > MAX_LINE
+        rest = line
+        while too_long and not rest.endswith(b"\n") and (rest := file.readline(MAX_LINE)):
+            size += len(rest)
+        if too_long or line.strip():
+            record = Record(number, index, size, line_key(number), hashlib.blake2b(line, digest_size=16).digest())
+            if too_long:
+                yield replace(record, error=f"Line {number} is longer than {MAX_LINE >> 20} MiB. Shorten it.")
+            else:
+                yield _read(record, line)
+            index, size = index + 1, 0
+
+
+def _read(record: Record, line: bytes) -> Record:
+    number = record.line
     try:
         data = parse_json(line)
+    except UnicodeDecodeError as error:
+        return replace(record, error=f"Line {number} is not UTF-8 ({brief(error)}). Write it in that encoding.")
     except ValueError as error:
-        return Record(None, error=f"Line {number} is not JSON ({brief(error)}). Write one JSON object a line.")
-    if not isinstance(data, dict) or "id" not in data:
-        return Record(None, error=f'Line {number} is not an object with an "id". Write {{"id": …, "prompt": …}}.')
+        return replace(record, error=f"Line {number} is not JSON ({brief(error)}). Write one JSON object a line.")
+    if not isinstance(data, dict):
+        return replace(record, error=f"Line {number} is not an object. {_FORM}")
+    is_openai = "id" not in data and "custom_id" in data
+    id = data.get("custom_id" if is_openai else "id")
+    if id is None:
+        return replace(record, error=f'Line {number} has no "id". {_FORM}')
     try:
-        json.dumps(data["id"], allow_nan=False)
+        json.dumps(id, allow_nan=False)
     except ValueError:
-        return Record(None, error=f'The "id" of line {number} holds a number that JSON has not. Give another one.')
+        return replace(record, error=f'The "id" of line {number} holds a number that JSON has not. Give another one.')
+    if is_openai and not isinstance(id, str):
+        return replace(record, error=f'The "custom_id" of line {number} is not text. Give a string.')
+    record = replace(record, id=id, key=id_key(id))
+    try:
+        if is_openai:
+            return read_request(record, data)
+        return replace(record, prompt=_prompt(data, number), sampling=sampling_fields(data, f"line {number}"))
+    except Unusable as error:
+        return replace(record, endpoint="chat" if is_openai else None, error=str(error))
+
+
+_FORM = 'Write {"id": …, "prompt": …}.'
+
+
+def _prompt(data: dict[str, Any], number: int) -> str | list[dict[str, Any]]:
     prompt, messages = data.get("prompt"), data.get("messages")
     if (prompt is None) == (messages is None):
-        return Record(data["id"], error=f'Line {number} needs a "prompt" or "messages". Give exactly one of them.')
-    if prompt is not None and not isinstance(prompt, str):
-        return Record(data["id"], error=f'The "prompt" of line {number} is not text. Give a string, or "messages".')
-    if messages is not None and not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
-        return Record(data["id"], error=f'The "messages" of line {number} are not a list of objects. Write them so.')
-    if messages == []:
-        return Record(data["id"], error=f'The "messages" of line {number} is empty. Give at least one message.')
-    return Record(data["id"], prompt=prompt if messages is None else messages)
+        raise Unusable(f'Line {number} needs a "prompt" or "messages". Give exactly one of them.')
+    if messages is None:
+        if not isinstance(prompt, str):
+            raise Unusable(f'The "prompt" of line {number} is not text. Give a string, or "messages".')
+        if not prompt:
+            raise Unusable(f'The "prompt" of line {number} is empty. Give some text to answer.')
+        return prompt
+    if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
+        raise Unusable(f'The "messages" of line {number} are not a list of objects. Write them so.')
+    if not messages:
+        raise Unusable(f'The "messages" of line {number} is empty. Give at least one message.')
+    return messages
 
 
-def completion_line(record: Record, completion: Completion) -> str:
-    return _line(
-        {
-            "id": record.id,
-            "text": completion.text,
-            "token_ids": completion.token_ids,
-            "finish_reason": completion.finish_reason,
-        }
-    )
-
-
-def error_line(record: Record) -> str:
-    return _line({"id": record.id, "error": record.error})
-
-
-def _line(data: dict[str, Any]) -> str:
-    line = json.dumps(data, ensure_ascii=False) + "\n"
-    try:
-        line.encode()
-    except UnicodeEncodeError:  # half a surrogate pair in an id: JSON can escape it, UTF-8 cannot hold it
-        return json.dumps(data) + "\n"
-    return line
-
-
-def partial_path(path: Path) -> Path:
-    """What `written_at_once` writes to until it is done."""
-    return path.with_name(path.name + ".partial")
-
-
-@contextmanager
-def written_at_once(path: str | Path) -> Iterator[TextIO]:
-    """A file to write to. It grows as `path`.partial, and becomes `path` when the block ends without an error: whoever
-    sees `path` sees all of it, and a run that broke off leaves what it had beside it."""
-    path = Path(path)
-    partial = partial_path(path)
-    try:
-        file = partial.open("w", encoding="utf-8")
-    except OSError as error:
-        raise SchemaError(
-            f"{partial} cannot be written ({error.strerror}). Give an output path in an existing, writable folder."
-        ) from error
-    with file:
-        yield file
-    os.replace(partial, path)
+def _twice(record: Record) -> Record:
+    """The record of a line whose id has been taken."""
+    name = "id" if record.endpoint is None else "custom_id"
+    error = f'The "{name}" {brief(record.id)} of line {record.line} is that of an earlier line. Give each its own.'
+    return replace(record.without_prompt(), id=None, key=line_key(record.line), error=error)

@@ -50,10 +50,11 @@ def test_tokens_on_two_ranks_are_those_of_transformers(graphfuse, smollm2, tmp_p
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"id": i, "messages": m}) + "\n" for i, m in enumerate(CONVERSATIONS)))
     options = ["--tp", 2, "--device", device, "--dtype", dtype, "--max-new-tokens", MAX_NEW_TOKENS, "--report"]
+    options += ["--token-ids"]
     result = graphfuse("generate", "--model", smollm2, "--input", source, "--output", target, *options)
     assert result.returncode == 0, result.stderr
     assert "61 all-reduces: 61 fused" in result.stderr
-    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    lines = sorted(map(json.loads, target.read_text().splitlines()), key=lambda line: line["id"])
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=getattr(torch, dtype)).to(device)

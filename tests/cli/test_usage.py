@@ -46,7 +46,7 @@ def test_a_bad_argument_is_one_clear_line(graphfuse, arguments, message):
 def test_an_output_that_would_overwrite_the_input_is_refused_and_nothing_is_written(graphfuse, tmp_path, output):
     here = tmp_path / "here"
     here.mkdir()
-    prompts = here / ("copy.partial" if output == "copy" else "in.jsonl")
+    prompts = here / ("copy-00000-of-00002" if output == "copy" else "in.jsonl")
     prompts.write_text('{"id": 1, "prompt": "a"}')
     (here / "link.jsonl").symlink_to(prompts)
     before = sorted(here.iterdir())

@@ -59,6 +59,12 @@ def ended(process, family):
     return errors
 
 
+def writing(folder):
+    """The first answers are there."""
+    output = folder / "out.jsonl"
+    return lambda _: output.exists() and output.stat().st_size > 0
+
+
 def importing_or_loading(family):
     """The ranks have been there for a while: they import, load, or trace."""
     return len(family) >= 2 and time.time() - max(child.create_time() for child in family) > 2.5
@@ -75,7 +81,7 @@ def test_ctrl_c_while_the_ranks_start_leaves_no_process(checkpoint, tmp_path, re
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_is_named(checkpoint, tmp_path, record_property):
-    with generating(checkpoint, tmp_path, lambda _: (tmp_path / "out.jsonl.partial").exists()) as started:
+    with generating(checkpoint, tmp_path, writing(tmp_path)) as started:
         process, ranks, family = started
         start = time.monotonic()
         ranks[1].kill()
@@ -87,7 +93,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(checkpoint, tmp_path, record
 
 @pytest.mark.slow
 def test_ranks_end_with_a_launcher_that_is_killed(checkpoint, tmp_path, record_property):
-    with generating(checkpoint, tmp_path, lambda _: (tmp_path / "out.jsonl.partial").exists()) as started:
+    with generating(checkpoint, tmp_path, writing(tmp_path)) as started:
         process, _, family = started
         start = time.monotonic()
         os.kill(process.pid, signal.SIGKILL)

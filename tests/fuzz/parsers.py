@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,7 @@ from graphfuse.config import FuseConfig
 from graphfuse.errors import GraphfuseError
 from graphfuse.facts import Facts
 from graphfuse.gate import decide
-from graphfuse.generation.completion import Completion
-from graphfuse.generation.jsonl import completion_line, error_line, read_records
-from graphfuse.generation.tokenize import PromptEncoder, eos_token_ids, load_tokenizer
+from graphfuse.generation.tokenize import eos_token_ids, load_tokenizer
 from graphfuse.tuning.allreduce_result import Result
 from graphfuse.tuning.allreduce_text import summary_lines
 from graphfuse.weights.files import DTYPES, find_tensors
@@ -38,11 +34,10 @@ from graphfuse.weights.load import load, local_folder
 from graphfuse.weights.plan import Copy
 from graphfuse.weights.stream import Reader
 from tests.documents import ROOT
-from tests.fuzz import documents, moe_configs, moe_results, moe_tuning
+from tests.fuzz import documents, moe_configs, moe_results, moe_tuning, prompts
+from tests.fuzz.checks import check_message, keys_of, lines_of
 from tests.generation.conftest import make_tokenizer
 from tests.models import tiny
-
-OURS = tuple(str(ROOT / name) + "/" for name in ("graphfuse", "passes", "models"))
 
 
 @dataclass(frozen=True)
@@ -56,20 +51,6 @@ class Parser:
     inputs: documents.Generator
     read: Callable[[Path, bytes], str | None]
     prepare: Callable[[Path], None] = lambda folder: None
-
-
-def keys_of(objects: Sequence[Any]) -> list[str]:
-    """The keys in some documents: what a misspelt or misplaced key may be."""
-    keys: dict[str, None] = {}
-    waiting = list(objects)
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            keys |= dict.fromkeys(value)
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
-    return list(keys)
 
 
 # config.json, and the models that are made from it
@@ -195,49 +176,6 @@ def read_tokenizer(folder: Path, data: bytes) -> None:
     eos_token_ids(folder, config, load_tokenizer(folder))
 
 
-# prompts
-
-LINES = [
-    {"id": 1, "prompt": "The capital"},
-    {
-        "id": "b",
-        "messages": [{"role": "user", "content": "A cat"}, {"role": "assistant", "content": "sat"}],
-        "label": 0.5,
-    },
-]
-LINE_WORDS = [*keys_of(LINES), "system", "user", "tool", "<s>", "</s>", [1, 2], 5]
-_ENCODER: list[PromptEncoder] = []
-
-
-def read_prompts(folder: Path, data: bytes) -> str:
-    file = folder / "prompts.jsonl"
-    file.write_bytes(data)
-    if not _ENCODER:
-        _ENCODER.append(PromptEncoder(make_tokenizer(), vocab_size=320, max_length=64))
-    ways = set()
-    for record in read_records(file):
-        line = error_line(record)
-        if record.prompt is not None:
-            assert record.error is None
-            try:
-                line = completion_line(record, Completion("x", _ENCODER[0].encode(record.prompt), "stop", [1]))
-                ways.add("prompt" if isinstance(record.prompt, str) else "messages")
-            except GraphfuseError as error:
-                check_message(error)
-                ways |= {*lines_of(error)[-1:]}
-        else:
-            error = GraphfuseError(record.error)
-            check_message(error)
-            ways.add(re.sub(r"\d+|\(.*", "", record.error))
-        assert line.endswith("\n") and line.count("\n") == 1
-        json.loads(line.encode(), parse_constant=refuse)
-    return ", ".join(sorted(ways)[:1])
-
-
-def refuse(constant: str) -> None:
-    raise AssertionError(f"{constant} is no JSON")
-
-
 # tables, results and facts
 
 TABLES = [json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))[:2]]
@@ -348,22 +286,6 @@ def read_settings(folder: Path, data: bytes) -> str:
     return " ".join(ways[:1])
 
 
-def lines_of(error: BaseException | None) -> list[str]:
-    """Where in our code an error came up."""
-    if error is None:
-        return []
-    frames = traceback.extract_tb(error.__traceback__)
-    return [f"{frame.name}:{frame.lineno}" for frame in frames if frame.filename.startswith(OURS)][-3:]
-
-
-def check_message(error: GraphfuseError) -> None:
-    """What a user reads: one printable line of bounded length that ends a sentence."""
-    text = str(error)
-    assert text.isprintable(), repr(text)
-    assert len(text) < 1500, len(text)
-    assert text.endswith((".", ")")), text
-
-
 PARSERS = {
     parser.name: parser
     for parser in (
@@ -371,7 +293,8 @@ PARSERS = {
         Parser("header", documents.safetensors_files(HEADERS, HEADER_WORDS, 40), read_header),
         Parser("index", documents.json_files(INDICES, INDEX_WORDS), read_index, prepare_index),
         Parser("tokenizer", documents.json_files(TOKENIZERS, TOKENIZER_WORDS), read_tokenizer, prepare_tokenizer),
-        Parser("prompts", documents.json_lines(LINES, LINE_WORDS), read_prompts),
+        Parser("prompts", documents.json_lines(prompts.LINES, prompts.LINE_WORDS), prompts.read_prompts),
+        Parser("answers", documents.json_lines(prompts.ANSWERS, prompts.ANSWER_WORDS), prompts.read_answers),
         Parser("table", documents.json_files(TABLES, TABLE_WORDS), read_table),
         Parser(
             "moe_config",
