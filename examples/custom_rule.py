@@ -24,10 +24,9 @@ def _(x: Tensor) -> Tensor:
 
 def match(node: Node, context: Context) -> Site | Decline:
     readers, tensor = list(node.users), value(node)
-    if tensor is None or len(readers) != 1 or not is_call(readers[0], aten.pow.Tensor_Scalar):
+    square = len(readers) == 1 and is_call(readers[0], aten.pow.Tensor_Scalar) and readers[0].args[1] == 2
+    if tensor is None or not square:
         return Decline(f"no square alone reads the relu, but {', '.join(map(describe, readers))}")
-    if readers[0].args[1] != 2:
-        return Decline(f"the power is {readers[0].args[1]}, not 2")
     return Site(node, "squared_relu", None, tensor.dtype, int(tensor.shape[-1]), readers[0])
 
 
@@ -41,12 +40,7 @@ def rewrite(graph: Graph, site: Site, context: Context) -> None:
 
 
 SQUARED_RELU = Rule(
-    name="squared_relu",
-    anchor=lambda node: is_call(node, aten.relu.default),
-    match=match,
-    applies=lambda site, context: None,
-    rewrite=rewrite,
-    needs_group=False,
+    "squared_relu", lambda node: is_call(node, aten.relu.default), match, lambda *_: None, rewrite, needs_group=False
 )
 
 
