@@ -40,8 +40,9 @@ def rewrite(graph: Graph, site: Site, context: Context) -> None:
 
 
 SQUARED_RELU = Rule(
-    "squared_relu", lambda node: is_call(node, aten.relu.default), match, lambda *_: None, rewrite, needs_group=False
-)
+    name="squared_relu", anchor=lambda node: is_call(node, aten.relu.default), match=match, rewrite=rewrite,
+    applies=lambda site, context: None, needs_group=False,
+)  # fmt: skip
 
 
 class Layer(nn.Linear):
