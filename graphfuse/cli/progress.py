@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.progress import Task as Bar
 from rich.text import Text
 
@@ -126,12 +126,9 @@ class _State:
         return min(1.0, self._tally.num_bytes / self._num_bytes) if self._num_bytes else 1.0
 
     def to_text(self) -> str:
-        tally, engine = self._tally, self._llm.progress
-        num_done = tally.num_completed + tally.num_errors
-        return (
-            f"{num_done} records, {self._speed():.0f} tokens/s, {engine.num_running} running, "
-            f"cache {100 * engine.cache_used:.0f} %, {self._left()} left"
-        )
+        num_done = self._tally.num_completed + self._tally.num_errors
+        cache_used = 100 * self._llm.progress.cache_used
+        return f"{num_done} records, {self._speed():.0f} tokens/s, cache {cache_used:.0f} %, {self._left()} left"
 
     def _speed(self) -> float:
         now, samples = time.monotonic(), self._samples
@@ -157,7 +154,7 @@ class _StateColumn(ProgressColumn):
         self._state = state
 
     def render(self, task: Bar) -> Text:
-        return Text(self._state.to_text())
+        return Text(self._state.to_text(), no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
@@ -181,7 +178,7 @@ def shown(task: Task, llm: LLM, tally: Tally, *, visible: bool) -> Iterator[Call
 
         yield say
         return
-    columns = (TextColumn("{task.percentage:>3.0f} %"), BarColumn(20), TimeElapsedColumn(), _StateColumn(state))
+    columns = (TextColumn("{task.percentage:>3.0f} %"), BarColumn(16), _StateColumn(state))
     with Progress(*columns, console=console, transient=True, refresh_per_second=2) as progress:
         bar = progress.add_task("", total=1.0)
         yield lambda: progress.update(bar, completed=state.share)

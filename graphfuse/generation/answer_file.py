@@ -124,6 +124,8 @@ class AnswerFile:
             SchemaError: it cannot be written, or another run writes to it.
         """
         self.path = path
+        if path.exists() and not path.is_file():
+            raise SchemaError(f"{path} is no regular file, and answers are read again to go on. Give another --output.")
         try:
             self._file = path.open("ab", buffering=0)
         except (OSError, ValueError) as error:

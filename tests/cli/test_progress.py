@@ -62,9 +62,9 @@ def test_without_a_terminal_a_line_comes_now_and_then(task, clock, capsys):
             tally.completed(RECORD, COMPLETIONS, 1.0)
             show()
     assert capsys.readouterr().err.splitlines() == [
-        "20 %, 2 records, 10 tokens/s, 7 running, cache 25 %, 0:02:40 left",
-        "40 %, 4 records, 10 tokens/s, 7 running, cache 25 %, 0:02:00 left",
-        "60 %, 6 records, 10 tokens/s, 7 running, cache 25 %, 0:01:20 left",
+        "20 %, 2 records, 10 tokens/s, cache 25 %, 0:02:40 left",
+        "40 %, 4 records, 10 tokens/s, cache 25 %, 0:02:00 left",
+        "60 %, 6 records, 10 tokens/s, cache 25 %, 0:01:20 left",
     ]
 
 

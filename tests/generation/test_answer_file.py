@@ -1,6 +1,7 @@
 """Files of answers: only added to, repaired where a line is torn, and left alone where they hold something else."""
 
 import multiprocessing as mp
+import os
 
 import pytest
 
@@ -101,13 +102,19 @@ def test_an_output_folder_must_exist(tmp_path):
         AnswerFile(tmp_path / "none" / "out.jsonl")
 
 
-def test_a_full_disk_is_said_with_what_to_do():
-    try:
-        file = AnswerFile(answer_file.Path("/dev/full"))
-    except SchemaError:
-        pytest.skip("there is no /dev/full")
-    with file, pytest.raises(SchemaError, match=r"No space left.*it goes on where it was"):
-        file.write(FIRST)
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_is_said_with_what_to_do(tmp_path):
+    with AnswerFile(tmp_path / "out.jsonl") as file, open("/dev/full", "wb", buffering=0) as full:
+        os.dup2(full.fileno(), file._file.fileno())
+        with pytest.raises(SchemaError, match=r"No space left.*it goes on where it was"):
+            file.write(FIRST)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_regular_file_is_refused(tmp_path, make):
+    make(tmp_path / "out.jsonl")
+    with pytest.raises(SchemaError, match="is no regular file"):
+        AnswerFile(tmp_path / "out.jsonl")
 
 
 def test_names_of_replicas_and_their_family(tmp_path):
