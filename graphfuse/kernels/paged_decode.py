@@ -133,9 +133,7 @@ def _decode(
             store_split(acc, largest, total, heads, valid, split, num_splits, partial_ptr, lse_ptr, DV, BLOCK_DV)
             split += 1
             split_end += tokens
-            largest = tl.full([BLOCK_H], -float("inf"), tl.float32)
-            total = tl.zeros([BLOCK_H], tl.float32)
-            acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
+            largest = tl.full([BLOCK_H], -float("inf"), tl.float32)  # so that the next step multiplies the rest by 0
 
 
 def paged_decode(

@@ -57,13 +57,13 @@ def test_every_head_size(size, value_size, dtype):
 
 
 # Ends of splits of 128, 256 and 512 tokens, and where their size changes.
-@pytest.mark.parametrize("length", [1, 127, 128, 129, 255, 256, 257, 2047, 2048, 2049, 2304, 2305, 8192, 8193])
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 256, 257, 2047, 2048, 2049, 2305, 8192, 8193])
 def test_lengths_at_the_ends_of_splits(length):
     check(paged([length - 1], 128), 1, 1)
 
 
-@pytest.mark.parametrize("window", [1, 2, 63, 127, 128, 129, 200, 256, 5000])
-@pytest.mark.parametrize("page_size", [8, 64])
+@pytest.mark.parametrize("window", [1, 63, 128, 129, 200, 5000])
+@pytest.mark.parametrize("page_size", [8, 64, 256])
 def test_windows_wherever_they_begin(window, page_size):
     check(paged([0, 62, 127, 128, 300, 517], page_size, spare=1), 2, 1, window=window)
 
