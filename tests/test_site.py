@@ -4,7 +4,6 @@ there; no network is needed."""
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import sys
 from pathlib import Path
@@ -52,8 +51,9 @@ def site(tmp_path_factory) -> Path:
     pytest.importorskip("material", reason="the extra docs is not installed")
     pytest.importorskip("mkdocstrings", reason="the extra docs is not installed")
     folder = tmp_path_factory.mktemp("site")
-    os.environ["NO_MKDOCS_2_WARNING"] = "1"
-    run(sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", folder, folder=ROOT)  # strict: mkdocs.yml
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")
+        run(sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", folder, folder=ROOT)  # strict: mkdocs.yml
     return folder
 
 

@@ -2,7 +2,8 @@
 sections of README.md and CONTRIBUTING.md; the site has neither. So:
 
 - A paragraph that is nothing but a link to a section of a file beside docs/ becomes that section.
-- Other files beside docs/ that a page links to are copied into the site. ARCHITECTURE.md is a page of it.
+- ARCHITECTURE.md is a page of the site. Links to the other two lead to the pages that have their sections.
+- Other files beside docs/ that a page links to are copied into the site.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("ARCHITECTURE.md",)
+STANDS_IN = {"CONTRIBUTING.md": "writing-a-rule.md", "README.md": "quick-start.md"}
 COPIED = "files"
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 SECTION = re.compile(r"^\[[^\]\n]+\]\((\.\./[A-Z]+\.md)#([\w-]+)\)$", re.MULTILINE)
@@ -39,7 +41,7 @@ def _outside(file: Any) -> set[str]:
     """Files beside docs/ that a page links to, by their path from the root."""
     text = _with_sections(Path(file.abs_src_path).read_text(encoding="utf-8"))
     found = {_resolved(_folder(file), target) for _, target, *_ in LINK.findall(text)}
-    return {path for path in found if path and not path.startswith("docs/") and path not in PAGES}
+    return {path for path in found if path and not path.startswith("docs/") and path not in (*PAGES, *STANDS_IN)}
 
 
 def _folder(file: Any) -> PurePosixPath:
@@ -71,6 +73,8 @@ def _linked(text: str, folder: PurePosixPath) -> str:
             return match[0]
         if path.startswith("docs/"):
             path = path.removeprefix("docs/")
+        elif path in STANDS_IN:
+            path, anchor = STANDS_IN[path], ""
         elif path not in PAGES:
             path, anchor = f"{COPIED}/{path}", ""
         return f"{before}{path}{anchor or ''}{after}"

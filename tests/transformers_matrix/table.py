@@ -20,10 +20,15 @@ INTRODUCTION = """# Models of transformers
 `graphfuse.compile(model, tp_group)` takes any model of transformers {version} whose config has a tensor-parallel plan,
 shards it by that plan if it is whole, and rewrites its graph:
 
-```text
-model = AutoModelForCausalLM.from_pretrained(name)
+```python
+import torch
+from transformers import AutoModelForCausalLM
+
+import graphfuse
+
+model = AutoModelForCausalLM.from_pretrained("path/to/checkpoint").requires_grad_(False)
 model = graphfuse.compile(model, tp_group)
-tokens = model.generate(input_ids, max_new_tokens=64)
+print(model.generate(torch.tensor([[1, 2, 3]], device=model.device), max_new_tokens=8))
 ```
 
 Each architecture below was made tiny with random weights, sharded by its own plan at TP {tp}, compiled over gloo ranks
