@@ -19,6 +19,11 @@ def started_by_us() -> bool:
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID_PREFIX)
 
 
+def launcher() -> int:
+    """The process that did."""
+    return int(os.environ["TORCHELASTIC_RUN_ID"].removeprefix(RUN_ID_PREFIX).partition("-")[0])
+
+
 def leave(message: str, rank: int) -> None:
     """Print the message, or leave it for the process that started this rank. Never raises, and takes no lock: the
     watch ends processes whose main thread is stuck anywhere."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from graphfuse.cli.errors import INTERRUPTED, print_error
 from graphfuse.errors import GroupError, brief
-from graphfuse.last_words import RUN_ID_PREFIX, started_by_us
+from graphfuse.last_words import RUN_ID_PREFIX, launcher, started_by_us
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +113,7 @@ def run_ranks(num_ranks: int, arguments: list[str]) -> int:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=num_ranks,
-            run_id=RUN_ID_PREFIX + uuid.uuid4().hex,
+            run_id=f"{RUN_ID_PREFIX}{os.getpid()}-{uuid.uuid4().hex}",
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
@@ -178,6 +178,8 @@ def _end_with_the_launcher() -> None:
     if started_by_us() and sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != launcher():  # it has died already, while this process imported
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _threads_per_rank(num_ranks: int) -> int:

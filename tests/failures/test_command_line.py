@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
@@ -43,11 +43,19 @@ def generating(checkpoint, folder, until):
                 family = parent.children(recursive=True)
             assert process.poll() is None, process.stderr.read()
             family.sort(key=lambda child: child.pid)
-            yield process, [child for child in family if "graphfuse.cli.main" in child.cmdline()], family
+            yield process, ranks_of(family), family
         finally:
             for child in (*family, parent):
                 if child.is_running():
                     child.kill()
+
+
+def ranks_of(family):
+    found = []
+    for child in family:
+        with suppress(psutil.Error):  # it has gone, or has not become another program yet
+            found += [child] if "graphfuse.cli.main" in child.cmdline() else []
+    return found
 
 
 def ended(process, family):
@@ -77,6 +85,18 @@ def test_ctrl_c_while_the_ranks_start_leaves_no_process(checkpoint, tmp_path, re
         ended(process, family)
         record_property("seconds", round(time.monotonic() - start, 2))
         assert process.returncode == 128 + signal.SIGINT
+
+
+def begun(family):
+    """The ranks are there, and have not imported anything."""
+    return len(ranks_of(family)) == 2
+
+
+def test_ranks_whose_launcher_is_killed_at_once_do_not_stay(checkpoint, tmp_path):
+    with generating(checkpoint, tmp_path, begun) as (process, _, family):
+        os.kill(process.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(family, timeout=60)  # the time that they take to import
+        assert not alive
 
 
 @pytest.mark.slow

@@ -57,8 +57,8 @@ def run_and_kill(checkpoint, folder, victim, until):
             killed = launcher if victim == "launcher" or len(ranks) < 2 else ranks[victim]
             if not ended_before:
                 killed.kill()
-            _, errors = process.communicate(timeout=30)
-            _, alive = psutil.wait_procs(family, timeout=10)
+            _, errors = process.communicate(timeout=60)
+            _, alive = psutil.wait_procs(family, timeout=60)
             assert not alive
         finally:
             for child in (*family, launcher):
