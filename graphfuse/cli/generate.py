@@ -142,7 +142,7 @@ def generate(
             replicas = launch.place(num_ranks)
             task = Task(model, input, output, params, chat_template, token_ids, overwrite, *replicas)
             if dry_run:
-                whole_pages = cache_tokens and cache_tokens // page_size * page_size
+                whole_pages = cache_tokens and max(1, cache_tokens // max(1, page_size) * page_size)
                 raise SystemExit(_say_what_there_is(task, max_length, whole_pages))
         if num_ranks > 1 and not launch.is_rank():
             raise SystemExit(launch.run_ranks(num_ranks, sys.argv[1:]))

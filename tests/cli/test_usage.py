@@ -32,6 +32,11 @@ def test_help_lists_the_commands_without_loading_torch(graphfuse):
         (["--prompt", "a", "--device", "cpu", "--temperature", "-1"], "temperature=-1.0 is not a finite number"),
         (["--prompt", "a", "--device", "cpu", "--executor", "fast"], "executor='fast' is not known"),
         (["--prompt", "", "--device", "cpu"], "--prompt is empty"),
+        (["--prompt", "a", "--device", "cpu", "--min-p", "2"], "min_p=2.0 lies outside"),
+        (["--prompt", "a", "--n", "2"], "are about files. Leave them out with --prompt"),
+        (["--prompt", "a", "--overwrite"], "are about files. Leave them out with --prompt"),
+        (["--input", "f", "--output", "g", "--device", "cpu", "--n", "2"], "greedy completions would be alike"),
+        (["--input", "f", "--output", "g", "--device", "cpu", "--json-schema", "none"], "none cannot be read as JSON"),
     ],
 )
 def test_a_bad_argument_is_one_clear_line(graphfuse, arguments, message):
@@ -65,7 +70,11 @@ def test_an_unknown_option_is_a_usage_error(graphfuse):
 def test_torchrun_and_tp_must_agree(graphfuse):
     result = graphfuse("generate", "--model", "m", "--prompt", "a", "--tp", "2", RANK="0", WORLD_SIZE="4")
     assert result.returncode == 1
-    assert "torchrun started 4 ranks but --tp is 2" in result.stderr
+    assert "torchrun started 4 ranks but --tp is 2. Make them equal" in result.stderr
+    files = ["--input", "f", "--output", "g"]
+    result = graphfuse("generate", "--model", "m", *files, "--tp", "3", RANK="0", WORLD_SIZE="4")
+    assert result.returncode == 1
+    assert "torchrun started 4 ranks but --tp is 3. Start a multiple of it" in result.stderr
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
