@@ -138,7 +138,9 @@ def generate(
         task = None
         if input is not None:
             from graphfuse.cli.input_survey import Task
+            from graphfuse.generation.jsonl import open_input
 
+            open_input(input).close()
             replicas = launch.place(num_ranks)
             task = Task(model, input, output, params, chat_template, token_ids, overwrite, *replicas)
             if dry_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,7 +114,7 @@ def survey(task: Task, answered: Answered, reader: Reader | None = None) -> Surv
         SchemaError: the input cannot be read, or `answered` holds answers to another one.
     """
     found, num_ids, num_compared, num_other = Survey(), 0, 0, 0
-    sampling = reader
+    tokenizer = reader
     for record in read_records(task.input):
         found.num_records += 1
         if record.key not in answered.keys:
@@ -123,9 +124,10 @@ def survey(task: Task, answered: Answered, reader: Reader | None = None) -> Surv
         found.num_answered += 1
         num_ids += record.id is not None
         if record.key in answered.sample and record.error is None:
-            sampling = sampling or Reader(task.model)
-            num_compared += 1
-            num_other += _length(sampling, record, task) != answered.sample[record.key]
+            tokenizer = tokenizer or Reader(task.model)
+            with suppress(GenerationError):  # too long for a context that is shorter than it was
+                num_other += tokenizer.count(record, task.chat_template) != answered.sample[record.key]
+                num_compared += 1
     if num_ids < answered.num_ids:
         raise _another(task, f"{_answers(answered.num_ids - num_ids)} to ids that {task.input} lacks")
     if 2 * num_other > num_compared:  # some templates put the date of the day into the prompt
@@ -146,13 +148,6 @@ def _count(found: Survey, record: Record, task: Task, reader: Reader) -> None:
     found.num_tokens += length
     found.longest = max(found.longest, length)
     found.num_cut += length + params.max_tokens > reader.max_length
-
-
-def _length(reader: Reader, record: Record, task: Task) -> int | None:
-    try:
-        return reader.count(record, task.chat_template)
-    except GenerationError:
-        return None
 
 
 def _answers(num: int) -> str:

@@ -35,7 +35,7 @@ def read_records(path: str | Path) -> Iterator[Record]:
     """
     seen: set[bytes] = set()
     try:
-        with _opened(path) as file:
+        with open_input(path) as file:
             for record in _records(file):
                 if record.key in seen:
                     record = _twice(record)
@@ -45,7 +45,7 @@ def read_records(path: str | Path) -> Iterator[Record]:
         raise _unreadable(path, error) from error
 
 
-def _opened(path: str | Path) -> BinaryIO:
+def open_input(path: str | Path) -> BinaryIO:
     """The file, which can be read as often as there are ranks. Raises `SchemaError`."""
     try:
         is_regular = Path(path).is_file() or not Path(path).exists()

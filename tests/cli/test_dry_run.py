@@ -73,3 +73,13 @@ def test_what_is_not_there_is_said(graphfuse, no_weights, tmp_path, missing):
     done = graphfuse("generate", "--model", paths["model"], "--input", paths["input"], "--dry-run")
     assert done.returncode == 1
     assert "nowhere" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_was_done_in_a_longer_context_is_done(graphfuse, no_weights, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", {"id": 1, "prompt": "One two three four"}, {"id": 2, "prompt": "A"})
+    answer = {"id": 1, "text": "x", "finish_reason": "stop", "num_prompt_tokens": 12, "num_tokens": 1}
+    output = write_lines(tmp_path / "out.jsonl", answer)
+    options = ["--input", source, "--output", output, "--no-chat-template", "--max-length", 4]
+    done = graphfuse("generate", "--model", no_weights, "--dry-run", *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 records: 1 to complete, 1 done already, 0 that cannot be used")

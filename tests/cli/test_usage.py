@@ -37,6 +37,7 @@ def test_help_lists_the_commands_without_loading_torch(graphfuse):
         (["--prompt", "a", "--overwrite"], "are about files. Leave them out with --prompt"),
         (["--input", "f", "--output", "g", "--device", "cpu", "--n", "2"], "greedy completions would be alike"),
         (["--input", "f", "--output", "g", "--device", "cpu", "--json-schema", "none"], "none cannot be read as JSON"),
+        (["--input", "none", "--output", "g", "--device", "cpu", "--tp", "2"], "none cannot be read"),
     ],
 )
 def test_a_bad_argument_is_one_clear_line(graphfuse, arguments, message):
