@@ -11,11 +11,10 @@ from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
 from graphfuse.integrations.transformers_tp import is_transformers_model
-from graphfuse.models import registry
 from graphfuse.models.causal_lm import CausalLM
 from graphfuse.profiling.labels import SAMPLER
-from graphfuse.weights.config import read_config, text_config
-from graphfuse.weights.load import load, local_folder
+from graphfuse.weights.load import load
+from graphfuse.weights.random_weights import random_model
 
 PREFILL, STEP = "prefill", "step"
 PHASES = (PREFILL, STEP)
@@ -79,26 +78,9 @@ def model_for(
     """A checkpoint's model. With `random_weights` only its config is read, and it is graphfuse's own definition.
 
     Raises `CheckpointError` or `UnsupportedModelError`."""
-    if not random_weights:
-        return load(path, group, dtype=dtype, device=device).requires_grad_(False)
-    config = read_config(local_folder(path, ["config.json"]))
-    named = text_config(config).dtype
-    chosen = dtype or (named if isinstance(named, torch.dtype) else torch.bfloat16)
-    model = registry.build(config, group, chosen, device).requires_grad_(False)
-    _randomise(model, device)
-    return model
-
-
-def _randomise(model: nn.Module, device: torch.device) -> None:
-    """Weights that keep activations in range. Each rank draws the same numbers, so that what is whole is alike."""
-    generator = torch.Generator(device).manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() < 2:
-            parameter.data.fill_(1.0)
-            continue
-        for part in parameter.data.flatten(0, -2).split(1 << 12):  # [rows, inputs]; not twice the memory
-            noise = torch.randn(part.shape, generator=generator, device=device) * part.shape[-1] ** -0.5
-            part.copy_(noise.to(part.dtype))
+    if random_weights:
+        return random_model(path, group, dtype, device)
+    return load(path, group, dtype=dtype, device=device).requires_grad_(False)
 
 
 def config_name(path: str) -> str:
