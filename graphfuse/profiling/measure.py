@@ -8,13 +8,10 @@ come from replays of a CUDA graph of each call, as an engine would run it, and l
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +27,7 @@ from graphfuse.profiling.attribution import PHASE, Work, spent, with_labels_of, 
 from graphfuse.profiling.calls import PHASES, PREFILL, STEP, Calls
 from graphfuse.profiling.ranges import LabelledModel
 from graphfuse.profiling.result import FUSED, UNFUSED, VARIANTS, Phase, Profile
+from graphfuse.profiling.trace_file import trace_of
 
 WARM_UP = 3
 GRAPHS, PLAIN, UNDER_RANGES = "CUDA-graph replays", "plain calls, without CUDA graphs", "calls under ranges"
@@ -130,10 +128,7 @@ def _traced(
                     for _ in range(plan.calls(phase)):
                         run(phase)
                     _settle(device)
-    with tempfile.TemporaryDirectory(prefix="graphfuse-") as folder:
-        file = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        return json.loads(file.read_text(encoding="utf-8", errors="replace"))
+    return trace_of(profiler)
 
 
 def _settle(device: torch.device) -> None:
