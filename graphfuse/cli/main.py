@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from graphfuse.cli.allreduce import bench_allreduce, tune_allreduce
+from graphfuse.cli.bench_generate import bench_generate
 from graphfuse.cli.bench_moe import bench_moe
 from graphfuse.cli.doctor_command import doctor
 from graphfuse.cli.explain import explain
@@ -26,6 +27,7 @@ for command in (generate, explain, profile, doctor, models):
 
 bench = typer.Typer(help="Measure graphfuse's parts beside their alternatives.", no_args_is_help=True)
 bench.command("allreduce")(bench_allreduce)
+bench.command("generate")(bench_generate)
 bench.command("moe")(bench_moe)
 bench.command("plot")(bench_plot)
 app.add_typer(bench, name="bench")
