@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
-from graphfuse.integrations.transformers_tp import is_transformers_model
+from graphfuse.generation.runner import Inputs, Runner
 from graphfuse.models.causal_lm import CausalLM
 from graphfuse.profiling.labels import SAMPLER
 from graphfuse.weights.load import load
@@ -18,58 +18,68 @@ from graphfuse.weights.random_weights import random_model
 
 PREFILL, STEP = "prefill", "step"
 PHASES = (PREFILL, STEP)
+PAGE_SIZE = 16
 
 
 class Calls:
-    """Calls of a model on random tokens, `[batch, input_len]` and then `[batch, 1]`, with greedy sampling. graphfuse's
-    own models keep the context in a cache; transformers' are called without one: a step sees its own token only.
+    """Calls of a model on random tokens with greedy sampling: a prefill of `input_len` tokens for each of `batch`
+    sequences, and steps of the one behind them.
 
-    Args:
-        model: the compiled model; `original`: the model that it is of.
-        room: how many steps there may be; the last one is repeated afterwards.
+    graphfuse's own models are called as its engine calls them: ragged, with paged caches. transformers' are called
+    without a cache: a step sees its own token only.
     """
 
-    def __init__(
-        self, model: nn.Module, original: nn.Module, batch: int, input_len: int, room: int, device: torch.device
-    ) -> None:
-        self._model, self._transformers = model, is_transformers_model(original)
+    def __init__(self, model: nn.Module, original: nn.Module, batch: int, input_len: int, device: torch.device) -> None:
+        """`model` is what `original` was compiled to."""
         config: Any = original.config
         vocab = config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
-        self._ids = torch.randint(vocab, (batch, input_len), generator=generator).to(device)
-        self._token = self._ids[:, -1:].clone()
+        ids = torch.randint(vocab, (batch, input_len), generator=generator).to(device)
+        self._model = model
+        self._token = ids[:, -1].clone()
+        self._arguments: dict[str, dict[str, Any]] = {
+            PREFILL: {"input_ids": ids, "use_cache": False},
+            STEP: {"input_ids": self._token[:, None], "use_cache": False},
+        }
         if isinstance(original, CausalLM):
-            self._end = input_len + room
-            self._caches = original.new_kv_caches(batch, self._end)
-            self._first = torch.arange(input_len, device=device).repeat(batch, 1)
-            self._position = torch.full_like(self._token, input_len)
-            self._last = torch.full((batch,), input_len - 1, device=device)
-            self._only = torch.zeros_like(self._last)
+            num_pages = -(-(input_len + 1) // PAGE_SIZE)
+            pages = 1 + torch.arange(batch * num_pages, device=device).view(batch, num_pages)
+            caches: Any = original.new_paged_caches(1 + batch * num_pages, PAGE_SIZE, 1 + batch)
+            runner = Runner(
+                model,
+                caches,
+                page_size=PAGE_SIZE,
+                max_batch_size=1,
+                max_length=PAGE_SIZE,
+                vocab_size=vocab,
+                eos=frozenset(),
+                device=device,
+                graphs=False,
+            )
+            runner.warm_up()  # traces the model, with sizes that are all different
+            self._arguments = {
+                PREFILL: _ragged(ids.flatten(), pages, 0).arguments(caches),
+                STEP: _ragged(self._token, pages, input_len).arguments(caches),
+            }
 
     def run(self, phase: str) -> None:
-        """One call of a phase."""
-        if phase == PREFILL:
-            self._sample(self._prefill())
-        else:
-            self._sample(self._step())
-
-    def _prefill(self) -> Tensor:
-        if self._transformers:
-            return self._model(input_ids=self._ids, use_cache=False).logits[:, -1]
-        self._position.fill_(self._first.shape[1])
-        return self._model(self._ids, self._first, self._caches, self._last)
-
-    def _step(self) -> Tensor:
-        if self._transformers:
-            return self._model(input_ids=self._token, use_cache=False).logits[:, -1]
-        logits = self._model(self._token, self._position, self._caches, self._only)
-        self._position.add_(1).clamp_(max=self._end - 1)
-        return logits
-
-    def _sample(self, logits: Tensor) -> None:
-        """The next token of each row, where the next step looks for it."""
+        """One call of a phase. What it samples is the next step's input."""
+        result = self._model(**self._arguments[phase])
+        logits = result if isinstance(result, Tensor) else result.logits[:, -1]  # [B, V]
         with record_function(SAMPLER.text):
-            self._token.copy_(logits.argmax(-1, keepdim=True))
+            self._token.copy_(logits.argmax(-1))
+
+
+def _ragged(ids: Tensor, pages: Tensor, before: int) -> Inputs:
+    """Arguments of a call of as many tokens for each sequence, of which the caches have `before`. ids: `[T]`."""
+    batch = pages.shape[0]
+    length = len(ids) // batch
+    positions = torch.arange(before, before + length, device=ids.device).repeat(batch)
+    rows = torch.arange(batch, device=ids.device)
+    entries = pages[rows.repeat_interleave(length), positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+    spans = torch.tensor([[length, before]] * batch)
+    torch._dynamo.mark_static(spans, 1)
+    return Inputs(ids, positions, (rows + 1) * length - 1, entries, pages, rows + 1, spans)
 
 
 def model_for(

@@ -81,7 +81,7 @@ _NORM_OPS = re.compile(r"aten\.(_fused_rms_norm|rms_norm|native_layer_norm|layer
 _SAMPLING_OPS = re.compile(r"aten\.(argmax|multinomial)$")
 _NORM_PATH = re.compile(r"norm|^ln_?\w*$|layernorm")
 _ATTENTION_PATH = re.compile(r"attn|attention|mixer|rotary|delta")
-_EXPERT_PATH = re.compile(r"experts?$|router|^gate$|moe|shared_expert_gate")
+_EXPERT_PATH = re.compile(r"(?<!shared_)experts?$|router|^gate$|moe|shared_expert_gate")
 
 
 def category_of(op: str, path: str) -> str:

@@ -2,14 +2,14 @@
 graphs, how long it takes.
 
 Ranges and the line tracer behind them slow the host down, so that a GPU idles between kernels. Therefore times on GPUs
-come from replays of a CUDA graph of each call, as an engine would run it, and labels from the run under ranges
-(`attribution.with_labels_of`). Where a call cannot be captured, it runs as it is.
+come from a run without them, in which steps are replays of a CUDA graph, as the engine runs them, and labels from the
+run under ranges (`attribution.with_labels_of`). Where a step cannot be captured, it runs as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
@@ -30,7 +30,7 @@ from graphfuse.profiling.result import FUSED, UNFUSED, VARIANTS, Phase, Profile
 from graphfuse.profiling.trace_file import trace_of
 
 WARM_UP = 3
-GRAPHS, PLAIN, UNDER_RANGES = "CUDA-graph replays", "plain calls, without CUDA graphs", "calls under ranges"
+GRAPHS, PLAIN, UNDER_RANGES = "steps as CUDA graphs", "no CUDA graphs", "timed under ranges"
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,15 @@ def _run(
     model: nn.Module, group: dist.ProcessGroup | None, device: torch.device, plan: Plan, config: FuseConfig
 ) -> Variant:
     with LabelledModel(model, group, config) as compiled:
-        room = WARM_UP + 3 * plan.steps
-        calls = Calls(compiled, model, plan.batch, plan.input_len, room, device)
+        calls = Calls(compiled, model, plan.batch, plan.input_len, device)
         for phase in PHASES:
             for _ in range(WARM_UP):
                 calls.run(phase)
         trace = _traced(calls.run, plan, device, compiled.ranges)
         found = Variant(work_of(trace), compiled.report.totals, trace, UNDER_RANGES, list(compiled.report.notes))
         if device.type == "cuda":
-            replays, found.timed = _graphs(calls, device)
-            found.work = with_labels_of(work_of(_traced(replays, plan, device)), found.work)
+            run, found.timed = _with_graph(calls, device)
+            found.work = with_labels_of(work_of(_traced(run, plan, device)), found.work)
         return found
 
 
@@ -136,23 +135,13 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _graphs(calls: Calls, device: torch.device) -> tuple[Callable[[str], None], str]:
-    """Runs a call by replaying its CUDA graph; by itself where one cannot be captured. And which of these it is."""
-    graphs = {}
+def _with_graph(calls: Calls, device: torch.device) -> tuple[Callable[[str], None], str]:
+    """Runs a call, a step by replaying its CUDA graph if one can be captured. And which of these it is."""
+    graph = torch.cuda.CUDAGraph()
     try:
-        for phase in (PREFILL, STEP):
-            graph = torch.cuda.CUDAGraph()
-            with _capturing(graph):
-                calls.run(phase)
-            graphs[phase] = graph
+        with torch.cuda.graph(graph):
+            calls.run(STEP)
     except RuntimeError:  # an op of the model that waits for the GPU, for one
         _settle(device)
         return calls.run, PLAIN
-    return lambda phase: graphs[phase].replay(), GRAPHS
-
-
-@contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    # Other threads, such as the watch's, may use the GPU meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        yield
+    return lambda phase: graph.replay() if phase == STEP else calls.run(phase), GRAPHS

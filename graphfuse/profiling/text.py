@@ -81,7 +81,7 @@ def _pair(before: float, after: float, all_before: float, all_after: float) -> t
 def footnotes(profile: Profile) -> Iterator[str]:
     yield (
         f"{profile.model} in {profile.dtype} on {profile.ranks} x {profile.device}, {profile.executor}; "
-        f"{profile.steps} steps; {profile.timed}"
+        f"means of {profile.steps} steps, {profile.timed}"
     )
     for variant in VARIANTS:
         totals = profile.all_reduces[variant]

@@ -1,4 +1,4 @@
-"""`graphfuse profile` on two GPUs: nearly all of the device's time has a module, and CUDA graphs give the times."""
+"""`graphfuse profile` on two GPUs: nearly all of the device's time has a module, and steps are CUDA graphs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_nearly_all_of_the_time_is_attributed(config, tmp_path):
         sys.executable, "-m", "graphfuse.cli.main", "profile", "--model", tmp_path, "--tp", 2, *options, folder=ROOT
     )
     profile = json.loads(printed)
-    assert profile["timed"] == "CUDA-graph replays"
+    assert profile["timed"] == "steps as CUDA graphs"
     for phase in profile["phases"].values():
         for variant in phase.values():
             assert variant["attributed"] >= 0.98

@@ -36,6 +36,8 @@ SCALE = Label("layers.2.input_layernorm", "norm", "aten.mul")
         ("aten.topk", "layers.0.mlp.gate", "experts"),
         ("aten.mul", "layers.0.mlp.experts.act_fn", "experts"),
         ("graphfuse.moe_experts", "layers.0.mlp.experts", "experts"),
+        ("aten.sigmoid", "layers.0.mlp.shared_expert_gate", "experts"),
+        ("aten.silu", "layers.0.mlp.shared_experts.act_fn", "other"),
         ("aten.mul", "layers.0.self_attn.q_norm", "norm"),
         ("aten.rsqrt", "model.layers.0.post_attention_layernorm", "norm"),
         ("aten.mul", "transformer.h.0.ln_1", "norm"),

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from graphfuse.config import FuseConfig
 from graphfuse.errors import UnsupportedModelError
 from graphfuse.models import registry
-from graphfuse.profiling.calls import PREFILL, STEP, Calls, model_for
+from graphfuse.profiling.calls import PAGE_SIZE, PREFILL, STEP, Calls, model_for
 from graphfuse.profiling.measure import Plan, measure
 
 CPU = torch.device("cpu")
@@ -37,20 +37,19 @@ def test_one_rank_has_nothing_to_fuse(transformers):
 
 
 @torch.no_grad()
-def test_steps_continue_what_the_prefill_read():
+@pytest.mark.parametrize("length", [1, 6, PAGE_SIZE, 2 * PAGE_SIZE + 3])
+def test_a_step_continues_what_the_prefill_read(length):
     torch.manual_seed(0)
     model = registry.build(CONFIG, None, torch.float32, "cpu").requires_grad_(False)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    calls = Calls(model, model, 2, 6, room=2, device=CPU)
-    calls.run(PREFILL)
-    text = calls._ids
-    for _ in range(2):
+    calls = Calls(model, model, 3, length, CPU)
+    text = calls._arguments[PREFILL]["input_ids"].view(3, length)
+    for phase in (PREFILL, STEP):
+        calls.run(phase)
         expected = model(text)[:, -1].argmax(-1, keepdim=True)
-        assert torch.equal(calls._token, expected)
+        assert torch.equal(calls._token, expected[:, 0])
         text = torch.cat((text, expected), 1)
-        calls.run(STEP)
-    calls.run(STEP)  # there is no more room: the last slot is written again
 
 
 def test_random_weights_are_alike_on_every_rank_and_in_range(tmp_path):

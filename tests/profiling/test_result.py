@@ -37,7 +37,7 @@ def profile() -> Profile:
         steps=2,
         dtype="bfloat16",
         executor="inductor",
-        timed="CUDA-graph replays",
+        timed="steps as CUDA graphs",
         date="2026-01-01",
         versions={"torch": "2.13"},
         all_reduces={UNFUSED: totals, FUSED: totals | {"fused": 2, "declined": 0}},
@@ -89,7 +89,7 @@ def test_as_a_table(profile):
         "│",
     ]
     lines = list(text.footnotes(profile))
-    assert lines[0] == "Tiny in bfloat16 on 2 x GPU, inductor; 2 steps; CUDA-graph replays"
+    assert lines[0] == "Tiny in bfloat16 on 2 x GPU, inductor; means of 2 steps, steps as CUDA graphs"
     assert lines[-1] == "fused: a note"
 
 
