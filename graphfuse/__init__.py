@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from graphfuse.backend import last_report
     from graphfuse.compiler import CompiledModel, compile
     from graphfuse.config import FuseConfig
-    from graphfuse.generation import LLM, Completion, SamplingParams
+    from graphfuse.errors import GraphfuseError
+    from graphfuse.generation import LLM, Completion, Job, SamplingParams
     from graphfuse.passes import default_rules
     from graphfuse.weights.load import load
 
@@ -18,6 +19,8 @@ _HOMES = {
     "Completion": "graphfuse.generation",
     "CompiledModel": "graphfuse.compiler",
     "FuseConfig": "graphfuse.config",
+    "GraphfuseError": "graphfuse.errors",
+    "Job": "graphfuse.generation",
     "SamplingParams": "graphfuse.generation",
     "compile": "graphfuse.compiler",
     "default_rules": "graphfuse.passes",
@@ -30,6 +33,8 @@ __all__ = [
     "CompiledModel",
     "Completion",
     "FuseConfig",
+    "GraphfuseError",
+    "Job",
     "SamplingParams",
     "compile",
     "default_rules",
