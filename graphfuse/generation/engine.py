@@ -9,9 +9,12 @@ guides cannot be launched before their last token is known: while there are any,
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from graphfuse.comm.watch import Watch
 from graphfuse.comm.watching import in_call
+from graphfuse.errors import ConfigError
 from graphfuse.generation.completion import GenerationStats
 from graphfuse.generation.runner import Launched, Runner
 from graphfuse.generation.sampler import NOT_FINITE
@@ -28,7 +31,7 @@ class Engine:
         self.stats = GenerationStats()
         self._runner = runner
         self._launched: Launched | None = None
-        self._is_ready = False
+        self._is_ready = self._is_busy = False
 
     @property
     def num_unfinished(self) -> int:
@@ -45,17 +48,37 @@ class Engine:
             self.stats.start_up_seconds = time.perf_counter() - start
             self._is_ready = True
 
+    def abandon(self) -> None:
+        """Drop whatever is not finished."""
+        self._launched = None
+        for sequence in list(self.scheduler.running):
+            self.scheduler.end(sequence, forget=True)
+        self.scheduler.waiting.clear()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """`begin`; while open, sequences can be added and run; `abandon` if it ends early. One at a time."""
+        if self._is_busy:
+            raise ConfigError(
+                "Other prompts are being completed. Take what complete() yields to its end, or close that generator."
+            )
+        self._is_busy = True
+        try:
+            self.begin()
+            yield
+        except BaseException:  # of a generator that is closed, GeneratorExit
+            self.abandon()
+            raise
+        finally:
+            self._is_busy = False
+
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
 
     def step(self) -> list[Sequence]:
-        """Launch a step, and return the sequences that the one before has ended. What it raises ends all of them."""
-        try:
-            with in_call(self._watch, "step"):
-                return self._step()
-        except BaseException:
-            self.abandon()
-            raise
+        """Launch a step, and return the sequences that the one before has ended."""
+        with in_call(self._watch, "step"):
+            return self._step()
 
     def _step(self) -> list[Sequence]:
         start = time.perf_counter()
@@ -73,13 +96,6 @@ class Engine:
             finished += self._accept(before)
         self._count(parts, time.perf_counter() - start)
         return finished
-
-    def abandon(self) -> None:
-        """Drop everything: an error has ended the generation."""
-        self._launched = None
-        for sequence in list(self.scheduler.running):
-            self.scheduler.end(sequence, forget=True)
-        self.scheduler.waiting.clear()
 
     def _read(self) -> list[Sequence]:
         launched, self._launched = self._launched, None

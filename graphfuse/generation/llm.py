@@ -161,18 +161,17 @@ class LLM:
         """
         with in_call(self._watch, "start of a generation"):
             requests = self._requests.of_prompts(prompts, params)
-        self._engine.begin()
         done: dict[tuple[int, int], Completion] = {}
-        for request in requests:
-            self._add(request, on_text)
-        for sequence in self._run():
-            request = sequence.request
-            if sequence.error is not None:
-                self._engine.abandon()
-                raise GenerationError(f"Prompt {request.index}: {sequence.error}")
-            done[request.index, request.sample] = completion = sequence.completion()
-            if on_completion is not None:
-                on_completion(request.index, completion)
+        with self._engine.running():
+            for request in requests:
+                self._add(request, on_text)
+            for sequence in self._run():
+                request = sequence.request
+                if sequence.error is not None:
+                    raise GenerationError(f"Prompt {request.index}: {sequence.error}")
+                done[request.index, request.sample] = completion = sequence.completion()
+                if on_completion is not None:
+                    on_completion(request.index, completion)
         return [done[request.index, request.sample] for request in requests]
 
     def complete(self, jobs: Iterable[Job]) -> Iterator[tuple[Any, list[Completion] | GenerationError]]:
@@ -184,14 +183,17 @@ class LLM:
 
         Raises `GroupError` if the ranks are given different jobs, or one of them is gone or fails.
         """
-        self._engine.begin()
-        waiting, batch_size = iter(jobs), self._engine.scheduler.max_batch_size
+        with self._engine.running():
+            yield from self._complete(iter(jobs))
+
+    def _complete(self, jobs: Iterator[Job]) -> Iterator[tuple[Any, list[Completion] | GenerationError]]:
+        batch_size = self._engine.scheduler.max_batch_size
         open_jobs: dict[int, tuple[Any, list[Completion | None]]] = {}
         exhausted = False
         while True:
             if not exhausted and len(self._engine.scheduler.waiting) < batch_size:
                 with in_call(self._watch, "reading of jobs"):
-                    taken = list(islice(waiting, batch_size))
+                    taken = list(islice(jobs, batch_size))
                     exhausted = len(taken) < batch_size
                     requests, refused = self._requests.of_jobs(taken)
                 yield from refused

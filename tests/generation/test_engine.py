@@ -158,3 +158,21 @@ def test_a_small_cache_bounds_the_context(checkpoint):
     assert (llm.cache_tokens, llm.max_length) == (32, 32)
     [completion] = llm.generate(["A"], SamplingParams(max_tokens=100, ignore_eos=True))
     assert len(completion.prompt_token_ids) + len(completion.token_ids) == 32
+
+
+def test_a_generator_that_is_left_early_leaves_nothing_behind_and_one_runs_at_a_time(checkpoint):
+    llm = LLM(checkpoint, device="cpu", compile=False, max_batch_size=2)
+    expected = llm.generate(TEXTS, GREEDY)
+    results = llm.complete(Job(i, text, GREEDY) for i, text in enumerate(TEXTS))
+    next(results)
+    with pytest.raises(ConfigError, match="Other prompts are being completed"):
+        llm.generate(["A"], GREEDY)
+    results.close()
+    assert llm.generate(TEXTS, GREEDY) == expected
+
+    def interrupted(index, completion):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(TEXTS, GREEDY, on_completion=interrupted)
+    assert llm.generate(TEXTS, GREEDY) == expected
