@@ -26,7 +26,8 @@ CONFIG = LlamaConfig(
 @pytest.mark.parametrize("transformers", [False, True], ids=["ours", "transformers"])
 def test_one_rank_has_nothing_to_fuse(transformers):
     ours = registry.build(CONFIG, None, torch.float32, "cpu")
-    model = (LlamaForCausalLM(CONFIG).eval() if transformers else ours).requires_grad_(False)
+    theirs = LlamaForCausalLM(LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 1})).eval()
+    model = (theirs if transformers else ours).requires_grad_(False)
     profile, traces = measure(model, "tiny", None, CPU, Plan(2, 6, steps=2), FuseConfig(watch=False))
     assert profile.all_reduces["fused"]["all_reduce"] == 0
     assert (profile.ranks, profile.dtype, profile.executor) == (1, "float32", "eager")
