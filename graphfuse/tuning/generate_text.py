@@ -13,7 +13,7 @@ from graphfuse.tuning.generate_result import Result, Row
 
 COLUMNS = (
     "batch", "variant", "ms a step", "p99", "tokens/s", "TTFT p50, ms", "p99", "prefill tokens/s", "GPU busy",
-    "J/token", "roofline, ms", "of it", "fused is faster",
+    "J/token", "roofline, ms", "of it", "gain by fusion",
 )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def _offline(result: Result) -> Table:
     load = result.offline[0]
     title = f"{load.prompts} prompts at once, {load.input_len} tokens in and {load.output_len} out"
     table = Table(title=title, title_justify="left")
-    for name in ("variant", "s", "tokens/s in and out", "tokens/s out", "fused is faster"):
+    for name in ("variant", "s", "tokens/s in and out", "tokens/s out", "gain by fusion"):
         table.add_column(name, justify="left" if name == "variant" else "right")
     for each in result.offline:
         ratio = result.ratios.get("offline") if each.variant == FUSED else None
