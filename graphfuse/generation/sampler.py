@@ -2,7 +2,7 @@
 
 The logits are bitwise equal on all ranks, so it is enough that nothing after them depends on the order of a floating
 point sum (`drawing.py`). A token is drawn with one uniform number per row and step, which comes from the sequence's own
-CPU generator: what a row gets depends neither on the batch around it nor on the device.
+generator on the host: what a row gets depends neither on the batch around it nor on the device.
 
 The order of operations is that of transformers' `generate`, on float32 logits:
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,15 +61,12 @@ class Uniforms:
     `skip` leaves out the first ones, for a completion that goes on after as many tokens."""
 
     def __init__(self, seed: int, skip: int = 0) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._ready: list[float] = []  # the next one last
-        if skip:
-            torch.rand(skip, dtype=torch.float64, generator=self._generator)
+        bits = np.random.PCG64(seed)  # torch's CPU generator looks at 32 bits of a seed only
+        bits.advance(skip)
+        self._generator = np.random.Generator(bits)
 
     def next(self) -> float:
-        if not self._ready:
-            self._ready = torch.rand(32, dtype=torch.float64, generator=self._generator).flip(0).tolist()
-        return self._ready.pop()
+        return self._generator.random()
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def test_json_of_a_schema(checkpoint):
     pytest.importorskip("xgrammar")
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "yes"]}}, "required": ["a"]}
     llm = LLM(checkpoint, device="cpu", compile=False)
-    params = SamplingParams(max_tokens=60, temperature=1.0, seed=0, json_schema=schema)
+    params = SamplingParams(max_tokens=110, temperature=1.0, seed=0, json_schema=schema)
     guided, free = llm.generate(["A", "The"], [params, replace(params, json_schema=None)])
     assert json.loads(guided.text)["a"] in ("x", "yes") and guided.finish_reason == "stop"
     assert free == llm.generate(["The"], [replace(params, json_schema=None)])[0]
