@@ -94,10 +94,10 @@ def expert_layers(
     layers = []
     for node in graph.nodes:
         if is_expert_layer(node):
-            layer, kernel = ExpertLayer.of(node), argument(node, "kernel")
-            if kernel:
+            layer, launch = ExpertLayer.of(node), argument(node, "launch")
+            if launch:
                 files, notes = node.meta.get(FOUND, ((), ("the model itself gives launch parameters",)))
-                config = MoeTable.from_text(kernel).source
+                config = MoeTable.from_text(launch).source
                 layers.append(layer.report(module_path(node), LOWERED, config=config, files=files, notes=notes))
                 continue
         elif last_grouped_product(node):

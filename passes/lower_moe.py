@@ -1,6 +1,6 @@
 """Give the experts of a layer their tuned Triton kernels.
 
-    moe_experts(tokens, ...)      becomes      moe_experts(tokens, ..., kernel=launch parameters)
+    moe_experts(tokens, ...)      becomes      moe_experts(tokens, ..., launch=launch parameters)
 
 Which launch parameters serve a layer is decided here, once, from its shape, its number format and the GPU's name: a
 file of tuned ones if there is one, else the built-in heuristic. They become an argument of the op, so that no state
@@ -32,7 +32,7 @@ class _Parts:
 
 def anchor(node: Node) -> bool:
     """Experts that have no launch parameters so far."""
-    return is_expert_layer(node) and not argument(node, "kernel")
+    return is_expert_layer(node) and not argument(node, "launch")
 
 
 def match(node: Node, _context: Context) -> Site | Decline:
@@ -50,7 +50,7 @@ def applies(site: Site, context: Context) -> Decline | None:
 def rewrite(_graph: Graph, site: Site, context: Context) -> None:
     parts: _Parts = site.parts
     found = _table(parts.layer, context)
-    parts.node.kwargs = {**parts.node.kwargs, "kernel": found.table.to_text()}
+    parts.node.kwargs = {**parts.node.kwargs, "launch": found.table.to_text()}
     parts.node.meta[FOUND] = tuple(map(str, found.files)), tuple(found.notes)
 
 

@@ -70,10 +70,10 @@ def experts_forward(
         return functions["grouped_mm"](m, tokens, topk_ids, topk_weights)
     gate_up, down = m.gate_up_proj, m.down_proj
     x = tokens if is_fp8 else tokens.to(gate_up.dtype)
-    kernel = ""
+    launch = ""
     if tokens.is_cuda and not torch.compiler.is_compiling():
         scale = quantised.get("tokens_scale")
-        kernel = _kernel(
+        launch = _kernel(
             tuple(down.shape), bool(m.is_transposed), topk_ids.shape[1], x.dtype, down.dtype,
             quantised.get("block_shape"), scale is not None and scale.numel() > 1, tokens.device, moe_config_dir,
         )  # fmt: skip
@@ -82,7 +82,7 @@ def experts_forward(
         gate_up_bias=m.gate_up_proj_bias if m.has_bias else None,
         down_bias=m.down_proj_bias if m.has_bias else None,
         gate_up_layout="concatenated" if m.is_concatenated else "interleaved",
-        transposed=m.is_transposed, activation=formula[0], activation_limit=formula[1], kernel=kernel, **quantised,
+        transposed=m.is_transposed, activation=formula[0], activation_limit=formula[1], launch=launch, **quantised,
     )  # fmt: skip
     return out.to(tokens.dtype)
 

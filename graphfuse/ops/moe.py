@@ -5,7 +5,7 @@
         out[t]  += topk_weights[t, k] * (down[e] @ (activation(gate) * up) + down_bias[e])
 
 One schema covers every layout and number format the families use, so that models never choose a kernel. Models leave
-`kernel` empty and get the plain path: `moe_reference` on the CPU and for quantised weights, two grouped matrix products
+`launch` empty and get the plain path: `moe_reference` on the CPU and for quantised weights, two grouped matrix products
 on CUDA. A pass fills in `kernel` and gets the tuned Triton kernels.
 
 The result is this rank's share. With the intermediate dimension sharded, or with the experts spread over the ranks, it
@@ -49,7 +49,7 @@ def moe_experts(
     block_shape: Sequence[int] | None = None,
     out_dtype: torch.dtype | None = None,
     dynamic: bool = False,
-    kernel: str = "",
+    launch: str = "",
 ) -> Tensor:
     """Weighted sum of the chosen experts' outputs.
 
@@ -76,7 +76,7 @@ def moe_experts(
         dynamic: round floating tokens, and the activated values, to the weights' dtype with scales found on the fly:
             the largest magnitude over the dtype's largest value, one for each row, or with blocks one for each row and
             group of k inputs. It takes the place of tokens_scale (of floating tokens) and intermediate_scale.
-        kernel: launch parameters, the text of a `MoeTable`; where the Triton kernels cannot run, the plain path does.
+        launch: launch parameters, the text of a `MoeTable`; where the Triton kernels cannot run, the plain path does.
 
     Returns:
         `[T, H]` in out_dtype. The sum over K is accumulated in float32 (float64 for float64).
@@ -90,14 +90,14 @@ def moe_experts(
         intermediate_scale, block_shape, out_dtype, dynamic,
     )  # fmt: skip
     _check_token_dims(tokens, topk_ids, topk_weights, tokens_scale)
-    if kernel:
+    if launch:
         from graphfuse.ops import moe_triton
         from graphfuse.tuning.moe_table import MoeTable
 
         if moe_triton.can_run(tokens, weights, dtype, activation) is None and _triton_runs_on(tokens.device):
             return moe_triton.run(
                 tokens, weights, topk_ids, topk_weights, activation, activation_limit, tokens_scale,
-                intermediate_scale, dynamic, dtype, MoeTable.from_text(kernel).tiles(tokens.shape[0]), first_expert,
+                intermediate_scale, dynamic, dtype, MoeTable.from_text(launch).tiles(tokens.shape[0]), first_expert,
             )  # fmt: skip
     local_ids = topk_ids.long() - first_expert
     if moe_grouped.can_run(tokens, weights, dtype):
@@ -126,7 +126,7 @@ def _checked(
     tokens, gate_up, down, topk_ids, topk_weights, num_experts, first_expert=0, gate_up_bias=None, down_bias=None,
     gate_up_layout="concatenated", transposed=False, activation="silu", activation_limit=None, gate_up_scale=None,
     down_scale=None, tokens_scale=None, intermediate_scale=None, block_shape=None, out_dtype=None, dynamic=False,
-    kernel="",
+    launch="",
 ) -> tuple[ExpertWeights, torch.dtype]:  # fmt: skip
     """The weights and the dtype of the result, for the arguments of the op. Raises what can be told without looking at
     the token dimension (it may be unknown while tracing)."""

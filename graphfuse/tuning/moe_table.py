@@ -105,7 +105,7 @@ class MoeTable:
             )
         except (KeyError, TypeError, ValueError, RecursionError, AssertionError) as error:
             raise ArgumentError(
-                f"kernel={brief(text)} describes no launch parameters. Pass what MoeTable.to_text() returned, or ''."
+                f"launch={brief(text)} describes no launch parameters. Pass what MoeTable.to_text() returned, or ''."
             ) from error
 
 

@@ -214,9 +214,9 @@ TABLE = MoeTable(
 
 def test_launch_parameters_change_nothing_where_triton_cannot_run():
     args = random_inputs()  # not on a CPU, but in its interpreter
-    assert torch.equal(moe_experts(*args, E, kernel=TABLE.to_text()), moe_experts(*args, E))
+    assert torch.equal(moe_experts(*args, E, launch=TABLE.to_text()), moe_experts(*args, E))
     with FakeTensorMode() as mode:
-        got = moe_experts(*[mode.from_tensor(t) for t in args], E, kernel=TABLE.to_text())
+        got = moe_experts(*[mode.from_tensor(t) for t in args], E, launch=TABLE.to_text())
     assert got.shape == (T, H)
 
 
@@ -233,7 +233,7 @@ def test_launch_parameters_for_this_number_of_tokens_reach_the_kernels(monkeypat
     gate_up, down, ids, scales = fp8(gate_up), fp8(down), ids.to(ids_dtype) + 2, torch.ones(E)
     got = moe_experts(
         tokens, gate_up, down, ids, weights, E + 2, first_expert=2, activation="gelu", activation_limit=3.0,
-        gate_up_scale=scales, down_scale=scales, dynamic=True, kernel=TABLE.to_text(),
+        gate_up_scale=scales, down_scale=scales, dynamic=True, launch=TABLE.to_text(),
     )  # fmt: skip
     assert (got == 7).all()
     ((held, topk_ids, topk_weights, *options),) = calls
@@ -246,7 +246,7 @@ def test_launch_parameters_for_this_number_of_tokens_reach_the_kernels(monkeypat
 def test_launch_parameters_that_are_none_are_named(monkeypatch):
     pretend_to_have_triton(monkeypatch, None)
     with pytest.raises(ArgumentError, match="describes no launch parameters"):
-        moe_experts(*random_inputs(), E, kernel="fast")
+        moe_experts(*random_inputs(), E, launch="fast")
 
 
 def pretend_to_have_triton(monkeypatch, run):

@@ -177,14 +177,14 @@ def test_the_schema_and_the_fake_kernel_agree_with_what_the_op_does():
     tokens, _, _, ids, weights = random_inputs()
     stored, scales, _ = quantised_weights(torch.int8, BLOCK)
     outcome = torch.library.opcheck(
-        moe_experts, (tokens, *stored, ids, weights, E), {**scales, "dynamic": True, "kernel": ""},
+        moe_experts, (tokens, *stored, ids, weights, E), {**scales, "dynamic": True, "launch": ""},
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
     assert set(outcome.values()) == {"SUCCESS"}
     with FakeTensorMode() as mode:
         fake = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in scales.items()}
         args = [mode.from_tensor(t) for t in (tokens, *stored, ids, weights)]
-        assert moe_experts(*args, E, **fake, dynamic=True, kernel="any").shape == (T, H)
+        assert moe_experts(*args, E, **fake, dynamic=True, launch="any").shape == (T, H)
 
 
 PLAIN = {"gate_up": torch.zeros(E, 2 * I, H), "down": torch.zeros(E, H, I), "gate_up_scale": None, "down_scale": None}

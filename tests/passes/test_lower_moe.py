@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import graphfuse
 from graphfuse import FuseConfig
 from graphfuse.errors import RuleError, SchemaError
 from graphfuse.facts import Facts
@@ -65,7 +66,7 @@ def lowered(*layers: nn.Module, facts: Facts = H200, dtype: torch.dtype = torch.
 
 def tables(traced: Trace) -> list[MoeTable]:
     nodes = filter(is_expert_layer, traced.after.graph.nodes)
-    return [MoeTable.from_text(argument(node, "kernel")) for node in nodes]
+    return [MoeTable.from_text(argument(node, "launch")) for node in nodes]
 
 
 @pytest.fixture
@@ -169,7 +170,7 @@ def test_experts_are_left_alone_with_a_reason(name):
     layer, settings, reason = LEFT_ALONE[name]
     traced = lowered(layer, **settings)
     (node,) = filter(is_expert_layer, traced.after.graph.nodes)
-    assert not argument(node, "kernel")
+    assert not argument(node, "launch")
     (entry,) = traced.report.moe
     assert (entry.status, entry.config, entry.experts) == ("declined", None, E)
     assert reason in entry.outcome()
@@ -182,7 +183,7 @@ def test_what_the_kernels_say_is_the_reason(monkeypatch):
 
 def test_launch_parameters_that_the_model_gives_stay(folder):
     own = MoeTable(MoeShape(E, I, H, K), source="mine.json").to_text()
-    traced = lowered(Experts(torch.bfloat16, kernel=own), moe_config_dir=folder)
+    traced = lowered(Experts(torch.bfloat16, launch=own), moe_config_dir=folder)
     assert [table.source for table in tables(traced)] == ["mine.json"]
     assert traced.report.rules["lower_moe"]["matches"] == traced.report.rules["lower_moe"]["declines"] == 0
     assert traced.report.moe[0].outcome() == "Triton kernels, mine.json; the model itself gives launch parameters"
@@ -215,3 +216,12 @@ def test_a_rule_that_fails_is_named_with_the_layer():
     broken = dataclasses.replace(LOWER_MOE, rewrite=fail)
     with pytest.raises(RuleError, match=r"The rule 'lower_moe' fails where it rewrites layers\.0: KeyError"):
         lowered(Experts(torch.bfloat16), rules=(broken,))
+
+
+def test_inductor_takes_the_op_with_all_of_its_arguments():
+    """It hands arguments on by name, beside its own `kernel`."""
+    model = Layers(Experts(torch.float32, launch=""), Experts(torch.float32))
+    compiled = graphfuse.compile(model, None, config=FuseConfig(executor="inductor", watch=False))
+    x, ids, weights = torch.rand(5, H), torch.randint(E, (5, 2)), torch.rand(5, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, ids, weights), model(x, ids, weights))
