@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphfuse.errors import ArgumentError
-from graphfuse.ops.layout import check_ragged, read_pages, split, starts_of, write_entries
+from graphfuse.ops.layout import check_ragged, read_pages, split, starts_of, write_entries, write_rows
 from graphfuse.ops.sinks import attend
 from graphfuse.ops.varlen import gather_slots, page_slots, varlen_attention
 
@@ -81,7 +81,7 @@ def attention(
     if k_cache is None or v_cache is None:
         keys, values, key_positions = k, v, positions[:, None, :]  # [B, 1, S]
     else:
-        keys, values = write_slots(k, v, positions, k_cache, v_cache)
+        keys, values = write_rows(k, positions, k_cache), write_rows(v, positions, v_cache)
         used = keys.shape[1] if captured else int(positions.max()) + 1
         keys, values = keys[:, :used], values[:, :used]
         key_positions = torch.arange(used, device=q.device)[None, None, :]  # [1, 1, L]
@@ -154,25 +154,6 @@ def _one_token_each(
     if sinks is not None:
         return attend(q[:, None], keys, values, sinks, mask, scale)[:, 0]
     return dot_product_attention(q[:, None], keys, values, mask, scale)[:, 0]
-
-
-def write_slots(k: Tensor, v: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Put k and v `[B, S, ...]` into their slots; return the caches' rows of this batch."""
-    batch, length = positions.shape
-    max_batch, max_len = k_cache.shape[:2]
-    if batch > max_batch:
-        raise ArgumentError(
-            f"The batch has {batch} rows but the KV cache holds {max_batch}. Allocate it with max_batch >= {batch}."
-        )
-    if not positions.is_cuda and int(positions.max()) >= max_len:
-        raise ArgumentError(
-            f"Position {int(positions.max())} lies outside the KV cache of {max_len} slots. Allocate it with a larger "
-            "max_len, or shorten the prompt or the generation."
-        )
-    rows = torch.arange(batch, device=positions.device)[:, None].expand(batch, length)
-    k_cache.index_put_((rows, positions), k)
-    v_cache.index_put_((rows, positions), v)
-    return k_cache[:batch], v_cache[:batch]
 
 
 def is_plain_causal(positions: Tensor, sliding_window: int | None) -> bool:

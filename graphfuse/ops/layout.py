@@ -108,6 +108,24 @@ def write_entries(cache: Tensor, entries: Tensor, values: Tensor) -> None:
     cache.flatten(0, 1).index_put_((entries,), values)
 
 
+def write_rows(values: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+    """Put values `[B, S, ...]` at their positions of a cache `[max_batch, max_len, ...]`; return this batch's rows."""
+    batch, length = positions.shape
+    max_batch, max_len = cache.shape[:2]
+    if batch > max_batch:
+        raise ArgumentError(
+            f"The batch has {batch} rows but the KV cache holds {max_batch}. Allocate it with max_batch >= {batch}."
+        )
+    if not positions.is_cuda and int(positions.max()) >= max_len:
+        raise ArgumentError(
+            f"Position {int(positions.max())} lies outside the KV cache of {max_len} slots. Allocate it with a larger "
+            "max_len, or shorten the prompt or the generation."
+        )
+    rows = torch.arange(batch, device=positions.device)[:, None].expand(batch, length)
+    cache.index_put_((rows, positions), values)
+    return cache[:batch]
+
+
 def read_pages(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     """The first `length` entries of each sequence, `[R, length, ...]`, for pages `[R, N]`."""
     num_pages = -(-length // cache.shape[1])

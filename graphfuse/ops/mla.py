@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphfuse.errors import ArgumentError
-from graphfuse.ops.attention import dot_product_attention, is_plain_causal, write_slots
-from graphfuse.ops.layout import check_ragged, read_pages, split, starts_of, write_entries
+from graphfuse.ops.attention import dot_product_attention, is_plain_causal
+from graphfuse.ops.layout import check_ragged, read_pages, split, starts_of, write_entries, write_rows
+from graphfuse.ops.select_tokens import check_selected, gather_selected, longest, selected_mask, wide_bmm
 from graphfuse.ops.varlen import gather_slots, page_slots, varlen_attention
 
 
@@ -43,6 +44,7 @@ def mla_attention(
     entries: Tensor | None = None,
     pages: Tensor | None = None,
     spans: Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of this rank's heads over the cache, or over the tokens of the call themselves.
 
@@ -56,6 +58,8 @@ def mla_attention(
             place** at (b, positions[b, s]). Of a ragged call `[num_pages, page_size, ...]`, written at `entries`.
         scale: factor on the dot products.
         entries, pages, spans: of a ragged call, B = 1, with caches; see `graphfuse.ops.layout.Layout`.
+        selected: `[B, S, K]` int32, what `graphfuse::select_tokens` gives: the only keys that a query attends to. None:
+            all before it.
 
     Returns:
         `[B, S, H, V]`, contiguous, in q_nope's dtype.
@@ -68,7 +72,8 @@ def mla_attention(
     """
     value_size = _check(q_nope, q_rope, latent, k_rope, kv_up, positions, latent_cache, k_rope_cache)
     check_ragged(positions, entries, pages, spans)
-    _check_token_dims(q_nope, q_rope, latent, k_rope, positions)
+    check_selected(selected, positions)
+    _check_token_dims(q_nope, q_rope, latent, k_rope, positions, *(() if selected is None else (selected,)))
     batch, length, num_heads, _ = q_nope.shape
     if q_nope.numel() == 0:
         return q_nope.new_empty(batch, length, num_heads, value_size)
@@ -78,21 +83,25 @@ def mla_attention(
         write_entries(latent_cache, entries, latent[0])
         write_entries(k_rope_cache, entries, k_rope[0])
         return _of_pages(
-            q_nope[0], q_rope[0], kv_up, positions[0], latent_cache, k_rope_cache, scale, pages, spans, value_size
-        )[None]
+            q_nope[0], q_rope[0], kv_up, positions[0], latent_cache, k_rope_cache, scale, pages, spans, value_size,
+            None if selected is None else selected[0],
+        )[None]  # fmt: skip
     captured = q_nope.is_cuda and length == 1
-    if not captured and length > 1 and is_plain_causal(positions, None):
+    sees_all = selected is None or length <= selected.shape[2]
+    if not captured and length > 1 and sees_all and is_plain_causal(positions, None):
         if latent_cache is not None and k_rope_cache is not None:
-            write_slots(latent, k_rope, positions, latent_cache, k_rope_cache)
+            write_rows(latent, positions, latent_cache)
+            write_rows(k_rope, positions, k_rope_cache)
         return _expanded(q_nope, q_rope, latent, k_rope, kv_up, None, scale)
     if latent_cache is None or k_rope_cache is None:
         key_positions = positions[:, None, :]  # [B, 1, S]
     else:
-        latent, k_rope = write_slots(latent, k_rope, positions, latent_cache, k_rope_cache)
+        latent = write_rows(latent, positions, latent_cache)
+        k_rope = write_rows(k_rope, positions, k_rope_cache)
         used = latent.shape[1] if captured else int(positions.max()) + 1
         latent, k_rope = latent[:, :used], k_rope[:, :used]
         key_positions = torch.arange(used, device=positions.device)[None, None, :]  # [1, 1, L]
-    mask = key_positions <= positions[:, :, None]  # [B, S, L]
+    mask = key_positions <= positions[:, :, None] if selected is None else selected_mask(selected, latent.shape[1])
     attend = _absorbed if length == 1 else _expanded
     return attend(q_nope, q_rope, latent, k_rope, kv_up, mask, scale)
 
@@ -100,10 +109,11 @@ def mla_attention(
 @mla_attention.register_fake
 def _(
     q_nope, q_rope, latent, k_rope, kv_up, positions, latent_cache, k_rope_cache, scale,
-    entries=None, pages=None, spans=None,
+    entries=None, pages=None, spans=None, selected=None,
 ):  # fmt: skip
     value_size = _check(q_nope, q_rope, latent, k_rope, kv_up, positions, latent_cache, k_rope_cache)
     check_ragged(positions, entries, pages, spans)
+    check_selected(selected, positions)
     return q_nope.new_empty(*q_nope.shape[:3], value_size)
 
 
@@ -118,15 +128,24 @@ def _of_pages(
     pages: Tensor,
     spans: Tensor,
     value_size: int,
+    selected: Tensor | None,
 ) -> Tensor:
-    """A ragged call, its latents in the caches already: `[T, H, V]` for queries `[T, H, ...]` and positions `[T]`."""
+    """A ragged call, its latents in the caches already: `[T, H, V]` for queries `[T, H, ...]`, positions `[T]` and a
+    selection `[T, K]`."""
     num_single, longer = split(len(q_nope), spans)
     out = q_nope.new_empty(*q_nope.shape[:2], value_size)
     if num_single:
         one = slice(0, num_single)
         where = (latent_cache, k_rope_cache, pages[one], positions[one], scale)
-        out[one] = _one_token_each(q_nope[one], q_rope[one], kv_up, *where)
-    if longer:
+        chosen = None if selected is None else selected[one]
+        out[one] = _one_token_each(q_nope[one], q_rope[one], kv_up, *where, chosen)
+    if selected is not None and any(span.end > selected.shape[1] for span in longer):
+        for span in longer:
+            here, its_pages = span.here, pages[span.row][None]
+            latent, k_rope = (read_pages(cache, its_pages, span.end) for cache in (latent_cache, k_rope_cache))
+            mask = selected_mask(selected[here][None], span.end)
+            out[here] = _expanded(q_nope[here][None], q_rope[here][None], latent, k_rope, kv_up, mask, scale)[0]
+    elif longer:
         starts = starts_of(tuple(longer), q_nope.device)
         slots = page_slots(pages[num_single:], starts.key_lengths, latent_cache.shape[1], starts.num_keys)
         keys, values = _keys_values(
@@ -148,8 +167,14 @@ def _one_token_each(
     pages: Tensor,
     positions: Tensor,
     scale: float,
+    selected: Tensor | None,
 ) -> Tensor:
-    """Absorbed attention of one token a sequence, `[R, H, V]`."""
+    """Absorbed attention of one token a sequence, `[R, H, V]`, with a selection `[R, K]`: of what it names alone is
+    read, unless that is all there may be."""
+    if selected is not None and longest(positions, pages, latent_cache) > selected.shape[1]:
+        latent, k_rope = (gather_selected(cache, pages, selected) for cache in (latent_cache, k_rope_cache))
+        mask = (selected >= 0)[:, None]  # [R, 1, K]
+        return _absorbed(q_nope[:, None], q_rope[:, None], latent, k_rope, kv_up, mask, scale)[:, 0]
     if not q_nope.is_cuda:
         length = int(positions.max()) + 1
         latent, k_rope = (read_pages(cache, pages, length) for cache in (latent_cache, k_rope_cache))
@@ -187,21 +212,12 @@ def _absorbed(
     batch, length, num_heads, nope = q_nope.shape
     up = kv_up.view(num_heads, -1, kv_up.shape[1])  # [H, N + V, R]
     q_latent = torch.einsum("bshn,hnr->bshr", q_nope, up[:, :nope])
-    scores = _product(q_latent.flatten(1, 2), latent.transpose(1, 2))  # [B, S * H, L]
-    scores = (scores + _product(q_rope.flatten(1, 2), k_rope.transpose(1, 2))) * scale
+    scores = wide_bmm(q_latent.flatten(1, 2), latent.transpose(1, 2))  # [B, S * H, L]
+    scores = (scores + wide_bmm(q_rope.flatten(1, 2), k_rope.transpose(1, 2))) * scale
     scores = scores.unflatten(1, (length, num_heads)).masked_fill(~mask[:, :, None], -torch.inf)
     weights = scores.softmax(-1).to(latent.dtype)  # [B, S, H, L]
     mixed = torch.bmm(weights.flatten(1, 2), latent).view(batch, length, num_heads, -1)  # [B, S, H, R]
     return torch.einsum("bshr,hvr->bshv", mixed, up[:, nope:]).contiguous()
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """A batched product in at least float32: each score is the sum of two products, and would be rounded twice."""
-    if a.dtype not in (torch.float16, torch.bfloat16):
-        return torch.bmm(a, b)
-    if a.is_cuda:
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a.float(), b.float())
 
 
 def _check(q_nope, q_rope, latent, k_rope, kv_up, positions, latent_cache, k_rope_cache) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graphfuse.ops import attention, causal_conv, fused_all_reduce, gated_delta, mla, moe  # noqa: F401  (register)
+from graphfuse.ops import attention, causal_conv, fused_all_reduce, gated_delta, mla, moe, select_tokens  # noqa: F401  (register)
 from graphfuse.passes.graph_reading import aten
 from graphfuse.passes.placement.call import Call, Operand, all_replicated, ignorance, partials
 from graphfuse.passes.placement.collectives import reduced
@@ -80,9 +80,18 @@ def own_attention(call: Call) -> Outcome:
 
 def latent_attention(call: Call) -> Outcome:
     """Queries, and the matrix that makes keys and values, are divided by heads; every head reads all latents."""
-    whole = ("latent", "k_rope", "positions", "latent_cache", "k_rope_cache", *LAYOUT)
+    whole = ("latent", "k_rope", "positions", "latent_cache", "k_rope_cache", "selected", *LAYOUT)
     found = heads(call, 2, ("q_nope", "q_rope"), whole)
     return _with_heads_of(call, "kv_up", found)
+
+
+def selection(call: Call) -> Outcome:
+    """All ranks score all tokens with all heads of an indexer."""
+    operands = call.operands(("q", "k", "weights", "positions", "k_cache", *LAYOUT))
+    no_partial(call, operands)
+    if all_replicated(operands):
+        return REPLICATED
+    return ignorance(operands) or Unknown("tokens are selected by a shard of what scores them")
 
 
 def convolution(call: Call) -> Outcome:
@@ -169,6 +178,7 @@ RULES: dict[Any, Any] = {
     **dict.fromkeys(REDUCING, fused_reduction),
     graphfuse.attention.default: own_attention,
     graphfuse.mla_attention.default: latent_attention,
+    graphfuse.select_tokens.default: selection,
     graphfuse.causal_conv.default: convolution,
     graphfuse.gated_delta.default: delta_rule,
     graphfuse.moe_experts.default: experts,

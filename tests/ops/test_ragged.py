@@ -11,6 +11,7 @@ from graphfuse.ops.causal_conv import causal_conv
 from graphfuse.ops.gated_delta import gated_delta
 from graphfuse.ops.layout import split
 from graphfuse.ops.mla import mla_attention
+from graphfuse.ops.select_tokens import select_tokens
 
 PAGE_SIZE, MAX_LENGTH, NUM_PAGES, HEADS, KV_HEADS, SIZE = 4, 16, 12, 4, 2, 8
 CALLS = {
@@ -99,6 +100,42 @@ def test_latent_attention(call):
     got = mla_attention(*tokens, up, positions, latents.pages, keys.pages, 0.4, **where)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     latents.check(rows, [length + before for length, before in spans])
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("top_k", [1, 2, 7, 16])
+@pytest.mark.parametrize("unseen", [False, True])
+def test_selection_and_attention_to_it(monkeypatch, call, top_k, unseen):
+    """`unseen`: positions are not looked at to learn how much to read, as on a GPU."""
+    spans, rows = CALLS[call]
+    if unseen:
+        for module in ("select_tokens", "mla"):
+            monkeypatch.setattr(
+                f"graphfuse.ops.{module}.longest", lambda _at, pages, _cache: pages.shape[1] * PAGE_SIZE
+            )
+    total, rank, rope = sum(length for length, _ in spans), 6, 4
+    tokens = (
+        normal(1, total, HEADS, SIZE),
+        normal(1, total, HEADS, rope),
+        normal(1, total, rank),
+        normal(1, total, rope),
+        normal(1, total, HEADS, SIZE, seed=5),
+        normal(1, total, SIZE, seed=6),
+        normal(1, total, HEADS, seed=7),
+    )
+    up = normal(HEADS * (SIZE + 5), rank)
+    latents, keys, index = Caches(rank, seed=2), Caches(rope, seed=3), Caches(SIZE, seed=4)
+
+    def run(tokens, positions, caches, **where):
+        selected = select_tokens(*tokens[4:], positions, caches[2], top_k, **where)
+        return mla_attention(*tokens[:4], up, positions, *caches[:2], 0.4, selected=selected, **where)
+
+    want = one_by_one(run, spans, rows, tokens, (latents.rows, keys.rows, index.rows))
+    positions, where = layout(spans, rows, latents.table)
+    got = run(tokens, positions, (latents.pages, keys.pages, index.pages), **where)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    for cache in (latents, keys, index):
+        cache.check(rows, [length + before for length, before in spans])
 
 
 @pytest.mark.parametrize("call", CALLS)

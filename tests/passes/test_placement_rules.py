@@ -55,6 +55,20 @@ def latent_attention(q_nope, q_rope, latent, k_rope, kv_up):
     return torch.ops.graphfuse.mla_attention(q_nope, q_rope, latent, k_rope, kv_up, positions, None, None, 0.5)
 
 
+def sparse_attention(q_nope, q_rope, latent, k_rope, kv_up):
+    positions, selected = torch.arange(5).expand(2, 5), torch.tensor([0, -1]).expand(2, 5, 2).int()
+    return torch.ops.graphfuse.mla_attention(
+        q_nope, q_rope, latent, k_rope, kv_up, positions, None, None, 0.5, selected=selected
+    )
+
+
+def selection(q, k, weights):
+    """As a mask of what is selected: in which order it comes is left open."""
+    positions = torch.arange(k.shape[1]).expand(k.shape[:2])
+    found = torch.ops.graphfuse.select_tokens(q, k, weights.float(), positions, None, 2)
+    return (found[..., None] == torch.arange(k.shape[1])).any(2).double()
+
+
 LATENTS = ((2, 5, 7), R), ((2, 5, 2), R)
 SUMMED_LATENTS = (((2, 5, 6, 4), R), ((2, 5, 6, 2), R), ((2, 5, 7), P), ((2, 5, 2), R), ((6 * 7, 7), R))
 QUERIES, KEYS = ((2, 5, 6, 4), Shard(2)), ((2, 5, 3, 4), Shard(2))
@@ -132,6 +146,9 @@ CASES = [
          gives=Shard(2)),
     case("whole latent attention", latent_attention, ((2, 5, 6, 4), R), ((2, 5, 6, 2), R), *LATENTS, ((6 * 7, 7), R),
          gives=Replicated()),
+    case("sparse latent attention", sparse_attention, QUERIES, ((2, 5, 6, 2), Shard(2)), *LATENTS,
+         ((6 * 7, 7), Shard(0)), gives=Shard(2)),
+    case("selection of tokens", selection, ((2, 5, 6, 4), R), ((2, 5, 4), R), ((2, 5, 6), R), gives=Replicated()),
     # views
     case("split into heads", lambda x: x.view(x.shape[0], -1, 2), X, gives=Shard(1)),
     case("heads behind tokens", lambda x: x.view(2, 3, -1, 2).transpose(1, 2), X, gives=Shard(1)),
@@ -239,6 +256,7 @@ VIOLATIONS = [
     violation(Kind.NON_LINEAR, "attention", lambda q: F.scaled_dot_product_attention(q, q, q), ((2, 3, 4, 8), P)),
     violation(Kind.NON_LINEAR, "sinks", lambda q, s: own_attention(q, q, q, s), ((2, 5, 6, 4), R), ((6,), P)),
     violation(Kind.NON_LINEAR, "latents", latent_attention, *SUMMED_LATENTS),
+    violation(Kind.NON_LINEAR, "selected by a sum", selection, ((2, 5, 6, 4), R), ((2, 5, 4), P), ((2, 5, 6), R)),
     violation(Kind.NON_LINEAR, "scaled maximum", lambda x: x * 2, ((6, 12), Partial("max"))),
     violation(Kind.NON_LINEAR, "rounded to FP8", lambda x: rounded(x, "token"), SUMMAND),
     violation(Kind.RESIDUAL, "residual", torch.add, SUMMAND, WHOLE),
@@ -283,6 +301,7 @@ def test_what_is_not_linear_in_a_partial_sum_is_a_fault(kind, forward, inputs):
         (own_attention, (QUERIES, KEYS, KEYS, ((6,), R)), "heads are shard(2), but sinks replicated"),
         (latent_attention, (QUERIES, ((2, 5, 6, 2), Shard(2)), *LATENTS, ((6 * 7, 7), R)), "but kv_up replicated"),
         (latent_attention, (QUERIES, ((2, 5, 6, 2), R), *LATENTS, ((6 * 7, 7), Shard(0))), "not all divided by heads"),
+        (selection, (QUERIES, ((2, 5, 4), R), ((2, 5, 6), Shard(2))), "tokens are selected by a shard"),
         (lambda x: x[:, 0], (X,), "a part of a sharded dimension is taken"),
         (lambda x: torch.linalg.inv(x[:, :6]), (X,), "there is no rule for"),
         (lambda x: x * torch.rand(6, 12), (WHOLE,), "there is no rule for rand"),
