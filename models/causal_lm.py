@@ -7,6 +7,7 @@ the name map is the module tree itself; modules made of several checkpoint tenso
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from graphfuse.models.sharding import TensorParallel
 from graphfuse.ops.layout import Layout
 from graphfuse.weights.plan import TensorPlan
 
-KVCaches = list[tuple[Tensor, Tensor]]
+KVCaches = list[tuple[Tensor, ...]]
 """What the layers keep between calls."""
 
 
@@ -71,8 +72,8 @@ class CausalLM(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:
-        """The index-th decoder layer: (x [T, H], cos, sin, positions, layout, cache_a, cache_b) → [T, H]; its
-        `mixer` makes the caches (see `DecoderLayer`)."""
+        """The index-th decoder layer: (x [T, H], cos, sin, positions, layout, *caches) → [T, H]; its `mixer`
+        makes the caches (see `DecoderLayer`)."""
 
     def forward(
         self,
@@ -117,10 +118,13 @@ class CausalLM(nn.Module, abc.ABC):
         """The hidden states behind the final norm, `[T, H]`, of ids `[T]` at positions `[B, S]`, T = B * S."""
         cos, sin = self.rotary(positions)
         x = self.embed_tokens(ids)
-        for index, layer in enumerate(self.layers):
-            cache_a, cache_b = (None, None) if kv_caches is None else kv_caches[index]
-            x = layer(x, cos, sin, positions, layout, cache_a, cache_b)
+        for layer, caches in zip(self.layers, self.caches_or_none(kv_caches), strict=True):
+            x = layer(x, cos, sin, positions, layout, *caches)
         return self.norm(x)
+
+    def caches_or_none(self, kv_caches: KVCaches | None) -> Sequence[tuple[Tensor | None, ...]]:
+        """Each layer's caches, or as many None."""
+        return [(None,) * len(mixer.cache_dims) for mixer in self.mixers] if kv_caches is None else kv_caches
 
     @property
     def mixers(self) -> list[Any]:
@@ -128,7 +132,7 @@ class CausalLM(nn.Module, abc.ABC):
         return [layer.mixer for layer in self.layers]
 
     def new_kv_caches(self, max_batch: int, max_len: int) -> KVCaches:
-        """One pair a layer of what its mixer keeps between calls: (keys, values) of attention, for one."""
+        """What each layer's mixer keeps between calls: (keys, values) of attention, for one."""
         return [mixer.new_cache(max_batch, max_len, self.norm.weight) for mixer in self.mixers]
 
     def new_paged_caches(self, num_pages: int, page_size: int, num_states: int) -> KVCaches:

@@ -32,8 +32,8 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "gelu": (F.gelu, "gelu"),
     "gelu_pytorch_tanh": (lambda x: F.gelu(x, approximate="tanh"), "gelu_tanh"),
 }
-CacheDims = tuple[int | None, int | None]
-"""Along which dimension each of a mixer's two caches is divided over the ranks; None: it is whole on every rank."""
+CacheDims = tuple[int | None, ...]
+"""Along which dimension each of a mixer's caches is divided over the ranks; None: it is whole on every rank."""
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # others change their frequencies as the text grows
 
@@ -215,7 +215,7 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """The residual stream of a pre-norm layer. Families name their own subclasses, since a class is traced once.
 
-    The mixer (attention, or what stands in its place) makes its own caches: two tensors from `new_cache`, divided over
+    The mixer (attention, or what stands in its place) makes its own caches: the tensors from `new_cache`, divided over
     the ranks along `cache_dims`.
     """
 
@@ -246,11 +246,10 @@ class DecoderLayer(nn.Module):
         sin: Tensor,
         positions: Tensor,
         layout: Layout,
-        cache_a: Tensor | None,
-        cache_b: Tensor | None,
+        *caches: Tensor | None,
     ) -> Tensor:
-        """x and the result `[T, H]`; both caches of the mixer, or None."""
-        x = x + self.mixer(self.input_layernorm(x), cos, sin, positions, layout, cache_a, cache_b)
+        """x and the result `[T, H]`; the caches of the mixer, or as many None."""
+        x = x + self.mixer(self.input_layernorm(x), cos, sin, positions, layout, *caches)
         return x + self.feed_forward(self.post_attention_layernorm(x))
 
 
