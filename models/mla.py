@@ -23,19 +23,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from graphfuse.models.layers import CacheDims, RMSNorm, rotate
-from graphfuse.models.parallel import ColumnParallelLinear, RowParallelLinear
+from graphfuse.models.parallel import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from graphfuse.models.sharding import TensorParallel, even, whole
 from graphfuse.ops.layout import Layout
 from graphfuse.ops.mla import mla_attention
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms of latents: published models set it apart from the config's rms_norm_eps."""
-
-
-class ReplicatedLinear(ColumnParallelLinear):
-    """Projections that every rank has whole."""
-
-    shard_dims: ClassVar[dict[str, int]] = {}
 
 
 class LatentAttention(nn.Module):
@@ -50,7 +44,7 @@ class LatentAttention(nn.Module):
         self.q_sizes = [config.qk_nope_head_dim, config.qk_rope_head_dim]
         self.latent_sizes = [config.kv_lora_rank, config.qk_rope_head_dim]
         self.scale, self.position_scaling = softmax_scale(config), position_scaling(config)
-        self.rotate = rotate_interleaved if config.rope_interleave else rotate
+        self.rotate = rotate_interleaved if getattr(config, "rope_interleave", True) else rotate
 
         latents = {"kv_a_proj_with_mqa": whole(sum(self.latent_sizes))}
         queries = heads.times(sum(self.q_sizes))
@@ -77,13 +71,32 @@ class LatentAttention(nn.Module):
         latent_cache: Tensor | None,
         k_rope_cache: Tensor | None,
     ) -> Tensor:
-        batch, length = positions.shape
+        q, latents = self.latents(x)
+        return self.attend(q, latents, cos, sin, positions, layout, latent_cache, k_rope_cache, None)
+
+    def latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of x `[T, H]`: what queries are made of, their latent or x itself, and the latent with the rotary key."""
         latents = self.qkv_a_proj(x)
         if self.q_rank is None:
-            q = self.q_proj(x)
-        else:
-            q, latents = latents.split([self.q_rank, sum(self.latent_sizes)], dim=-1)
-            q = self.q_b_proj(self.q_a_layernorm(q))
+            return x, latents
+        q, latents = latents.split([self.q_rank, sum(self.latent_sizes)], dim=-1)
+        return self.q_a_layernorm(q), latents
+
+    def attend(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        layout: Layout,
+        latent_cache: Tensor | None,
+        k_rope_cache: Tensor | None,
+        selected: Tensor | None,
+    ) -> Tensor:
+        """`[T, H]` of what `latents` gives. `selected`: the only tokens that are attended to, or None."""
+        batch, length = positions.shape
+        q = self.q_proj(q) if self.q_rank is None else self.q_b_proj(q)
         q = q.view(batch, length, self.num_heads, sum(self.q_sizes))
         if self.position_scaling is not None:
             q = q * self._growth(positions).to(q.dtype)
@@ -91,18 +104,17 @@ class LatentAttention(nn.Module):
         latent, k_rope = latents.view(batch, length, 1, sum(self.latent_sizes)).split(self.latent_sizes, dim=-1)
         latent = self.kv_a_layernorm(latent)
         q_rope, k_rope = self.rotate(q_rope, cos, sin), self.rotate(k_rope, cos, sin)
-        kv_up = self.kv_b_proj.dense_weight(x.dtype)
+        kv_up = self.kv_b_proj.dense_weight(latents.dtype)
         y = mla_attention(
             q_nope, q_rope, latent.squeeze(2), k_rope.squeeze(2), kv_up, positions, latent_cache, k_rope_cache,
-            self.scale, layout.entries, layout.pages, layout.spans,
+            self.scale, layout.entries, layout.pages, layout.spans, selected,
         )  # fmt: skip
         return self.o_proj(y.view(batch * length, self.num_heads * self.value_size))
 
-    def new_cache(self, max_batch: int, max_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def new_cache(self, max_batch: int, max_len: int, like: Tensor) -> tuple[Tensor, ...]:
         """Latents and rotated keys, `[max_batch, max_len, kv_lora_rank]` and `[..., qk_rope_head_dim]`. Zero, not
         empty: attention weighs unused slots with zero, and zero times a stray NaN is NaN."""
-        latent, k_rope = (like.new_zeros(max_batch, max_len, size) for size in self.latent_sizes)
-        return latent, k_rope
+        return tuple(like.new_zeros(max_batch, max_len, size) for size in self.latent_sizes)
 
     def _growth(self, positions: Tensor) -> Tensor:
         """By how much the queries grow with their position, `[B, S, 1, 1]`: by the logarithm of how many of the
@@ -113,8 +125,11 @@ class LatentAttention(nn.Module):
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of neighbours, x `[B, S, heads, D]`. The result has the pairs' first elements first: queries and
-    keys alike, so that their products are the same."""
+    """Rotate each pair of neighbours, x `[B, S, heads, D]`, or of its first dimensions, as many as cos has. The result
+    has the pairs' first elements first: queries and keys alike, so that their products are the same."""
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate_interleaved(x[..., :size], cos, sin), x[..., size:]), dim=-1)
     first, second = x[..., 0::2], x[..., 1::2]
     cos, sin = cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

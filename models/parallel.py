@@ -72,6 +72,12 @@ class ColumnParallelLinear(nn.Module):
             yield from self.fp8.scale_plans(self, self.checkpoint_names(path), names)
 
 
+class ReplicatedLinear(ColumnParallelLinear):
+    """Projections that every rank has whole."""
+
+    shard_dims: ClassVar[dict[str, int]] = {}
+
+
 class RowParallelLinear(nn.Module):
     """A projection whose input is divided over the ranks: a partial product each, then their sum, then the bias."""
 

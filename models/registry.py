@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from graphfuse.errors import CheckpointError, GraphfuseError, UnsupportedModelError, brief
 from graphfuse.models.causal_lm import CausalLM
 from graphfuse.models.deepseek import DeepseekV3ForCausalLM, Glm4MoeLiteForCausalLM, Mistral4ForCausalLM
+from graphfuse.models.deepseek_v32 import DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM
 from graphfuse.models.family import Family
 from graphfuse.models.glm4_moe import Glm4MoeForCausalLM
 from graphfuse.models.gpt_oss import GptOssForCausalLM
@@ -30,8 +31,10 @@ TASKS = ("ForCausalLM", "ForConditionalGeneration")
 
 FAMILIES: dict[str, type[CausalLM]] = {
     "deepseek_v3": DeepseekV3ForCausalLM,
+    "deepseek_v32": DeepseekV32ForCausalLM,
     "glm4_moe": Glm4MoeForCausalLM,
     "glm4_moe_lite": Glm4MoeLiteForCausalLM,
+    "glm_moe_dsa": GlmMoeDsaForCausalLM,
     "gpt_oss": GptOssForCausalLM,
     "llama": LlamaForCausalLM,
     "minimax_m2": MiniMaxM2ForCausalLM,

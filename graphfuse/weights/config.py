@@ -26,6 +26,9 @@ LIMITS = {
     "kv_lora_rank": 1 << 20,
     "qk_nope_head_dim": 1 << 14,
     "qk_rope_head_dim": 1 << 14,
+    "index_topk": 1 << 16,
+    "index_n_heads": 1 << 14,
+    "index_head_dim": 1 << 14,
     "v_head_dim": 1 << 14,
     "num_experts": 1 << 18,
     "n_routed_experts": 1 << 18,
@@ -165,6 +168,12 @@ def _check_relations(file: Path, config: PretrainedConfig) -> None:
         raise CheckpointError(
             f"{file} divides {experts} experts into {groups} groups. Each must have as many, and two at least: check "
             "or download the file."
+        )
+    index_size, rotated = getattr(config, "index_head_dim", math.inf), getattr(config, "qk_rope_head_dim", 0)
+    if index_size < rotated:
+        raise CheckpointError(
+            f"{file} has index_head_dim={index_size}, of which {rotated} dimensions are to be rotated "
+            "(qk_rope_head_dim). Check or download it again."
         )
     window = config.sliding_window if getattr(config, "use_sliding_window", hasattr(config, "sliding_window")) else None
     if window is not None and (type(window) is not int or not 1 <= window < 2**62):

@@ -9,7 +9,7 @@ from torch import nn
 
 from graphfuse.models.parallel import reduce_sum
 from graphfuse.models.sharding import TensorParallel
-from tests.models import breakage_delta, breakage_fp8, breakage_latent, breakage_mixtures
+from tests.models import breakage_delta, breakage_fp8, breakage_latent, breakage_mixtures, breakage_sparse
 
 
 def gamma_ignored(model: nn.Module) -> None:
@@ -108,5 +108,5 @@ BREAKAGES: dict[str, Callable[[nn.Module], None]] = {
         rope_scaling_forgotten,
     )
 }  # fmt: skip
-for part in (breakage_delta, breakage_fp8, breakage_latent, breakage_mixtures):
+for part in (breakage_delta, breakage_fp8, breakage_latent, breakage_mixtures, breakage_sparse):
     BREAKAGES |= part.BREAKAGES

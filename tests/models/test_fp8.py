@@ -35,7 +35,12 @@ EXACT = [
 ]
 EXACT += [
     pytest.param(family, form, tp, marks=SLOW)
-    for family, form in (("deepseek_v3", "block"), ("deepseek_v3", "static"), ("qwen3_next", "block"))
+    for family, form in (
+        ("deepseek_v3", "block"),
+        ("deepseek_v3", "static"),
+        ("deepseek_v32", "block"),
+        ("qwen3_next", "block"),
+    )
     for tp in (1, 2, 4)
 ]
 BROKEN = [

@@ -113,6 +113,16 @@ def test_latent_attention_is_one_graph_and_its_layers_are_regions():
 
 
 @pytest.mark.slow
+def test_sparse_attention_is_one_graph_and_each_kind_of_its_layers_is_a_region():
+    """Layers that give a selection and layers that are given one: of five, the third and the dense ones are alone."""
+    traced = trace("deepseek_v32", "glm_moe_dsa_shared")
+    assert traced["deepseek_v32 with caches"] == traced["without caches"] == [[0, 0]]
+    assert traced["glm_moe_dsa_shared with caches"] == [[0, 0]]
+    assert traced["deepseek_v32 as regions"] in ([[2, 1]], [[3, 2]])
+    assert traced["glm_moe_dsa_shared as regions"] in ([[2, 1]], [[5, 4]])
+
+
+@pytest.mark.slow
 def test_models_with_a_state_are_one_graph_and_each_kind_of_their_layers_is_a_region():
     """Of the four layers, three kinds and two; kinds that are called once may be inlined."""
     traced = trace("qwen3_next", "qwen3_5")

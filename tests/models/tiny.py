@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tests.models import tiny_delta, tiny_latent, tiny_mixtures
+from tests.models import tiny_delta, tiny_latent, tiny_mixtures, tiny_sparse
 
 COMMON = {"num_hidden_layers": 3, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
 LLAMA3_ROPE = {
@@ -59,7 +59,8 @@ def config(family: str) -> PretrainedConfig:
             vocab_size=63, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=10, norm_topk_prob=True,
             mlp_only_layers=[1], **COMMON,
         )  # fmt: skip
-    return (tiny_latent.CONFIGS | tiny_mixtures.CONFIGS | tiny_delta.CONFIGS)[family]()
+    more = tiny_latent.CONFIGS | tiny_sparse.CONFIGS | tiny_mixtures.CONFIGS | tiny_delta.CONFIGS
+    return more[family]()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     LlamaConfig,
     PretrainedConfig,
     Qwen3MoeConfig,
@@ -38,7 +39,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 LINEARS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "q_a_proj", "q_b_proj",
-    "kv_a_proj_with_mqa", "kv_b_proj", "in_proj_qkvz", "out_proj",
+    "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk", "in_proj_qkvz", "out_proj",
 )  # fmt: skip
 MULTIPLIED_AS_MEANT = ("kv_b_proj",)
 """Weights of which products are made with others, absorbed, in the model's dtype: what they multiply is not rounded."""
@@ -110,12 +111,14 @@ FORMS = {
 def config(family: str, **changes: Any) -> PretrainedConfig:
     if family == "llama":
         return LlamaConfig(**{**SIZES, "head_dim": 128, "intermediate_size": 384, "attention_bias": True, **changes})
-    if family == "deepseek_v3":  # the projections to latents end in half a block
-        return DeepseekV3Config(
-            **{**SIZES, "intermediate_size": 384, "moe_intermediate_size": 128, "n_routed_experts": 4, "n_group": 2,
-               "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
-               "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
-               "v_head_dim": 128, "num_key_value_heads": 4, **changes},
+    if family in ("deepseek_v3", "deepseek_v32"):  # the projections to latents end in half a block
+        index = {"index_topk": 3, "index_n_heads": 8, "index_head_dim": 128} if family == "deepseek_v32" else {}
+        kind = DeepseekV32Config if index else DeepseekV3Config
+        return kind(
+            **{**SIZES, **index, "intermediate_size": 384, "moe_intermediate_size": 128, "n_routed_experts": 4,
+               "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1,
+               "first_k_dense_replace": 1, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64,
+               "qk_rope_head_dim": 64, "v_head_dim": 128, "num_key_value_heads": 4, **changes},
         )  # fmt: skip
     if family == "qwen3_next":
         return Qwen3NextConfig(
