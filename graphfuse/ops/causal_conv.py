@@ -3,7 +3,7 @@
     y[t] = silu(sum over i of weight[:, i] * x[t - K + 1 + i])         one filter of K taps a channel
 
 The K - 1 inputs before the next token are kept in a cache, written in place; as in `graphfuse::attention`, the schema
-says nothing of it. Everywhere this is plain torch: on a GPU a kernel (causal-conv1d, say) may take its place here.
+says nothing of it. This is plain torch, but for single tokens on a GPU, which a Triton kernel does.
 
 Source: the short convolution of Mamba (Gu and Dao 2023, arXiv 2312.00752), as gated DeltaNet uses it (2412.06464).
 Legend: B batch, S sequence of this call, C channels, K taps.
@@ -80,10 +80,8 @@ def _ragged(x: Tensor, weight: Tensor, positions: Tensor, cache: Tensor, states:
     kept = weight.shape[1] - 1
     out = torch.empty_like(x)
     if num_single:
-        before = _since(positions[:num_single], cache[states[:num_single]])
-        y, inputs = _convolved(x[:num_single, None], weight, before)
-        out[:num_single] = y[:, 0]
-        cache.index_put_((states[:num_single],), inputs[:, :, 1:])
+        one = slice(0, num_single)
+        out[one] = _one_token_each(x[one], weight, positions[one], cache, states[one])
     for span in longer:
         row = states[span.row : span.row + 1]
         before = _since(positions[span.start : span.start + 1], cache[row])
@@ -91,6 +89,17 @@ def _ragged(x: Tensor, weight: Tensor, positions: Tensor, cache: Tensor, states:
         out[span.here] = y[0]
         cache.index_put_((row,), inputs.narrow(2, span.length, kept))
     return out
+
+
+def _one_token_each(x: Tensor, weight: Tensor, positions: Tensor, cache: Tensor, states: Tensor) -> Tensor:
+    """`[R, C]` for x `[R, C]`, positions and states `[R]`."""
+    if x.is_cuda:
+        from graphfuse.kernels.causal_conv_step import causal_conv_step  # Triton is published for Linux only
+
+        return causal_conv_step(x, weight, positions, states, cache)
+    y, inputs = _convolved(x[:, None], weight, _since(positions, cache[states]))
+    cache.index_put_((states,), inputs[:, :, 1:])
+    return y[:, 0]
 
 
 def _since(first_positions: Tensor, inputs: Tensor) -> Tensor:

@@ -8,8 +8,8 @@
 One token is done as written. More are done in chunks: within one, all u at once solve a triangular system, since each
 depends on the earlier ones through their keys (the WY or UT form), and only the state goes from chunk to chunk.
 
-The state is kept in a cache, written in place; as in `graphfuse::attention`, the schema says nothing of it. Everywhere
-this is plain torch in float32: on a GPU a kernel (flash-linear-attention's or FlashInfer's) may take its place here.
+The state is kept in a cache, written in place; as in `graphfuse::attention`, the schema says nothing of it. This is
+plain torch in float32, but for single tokens on a GPU, which a Triton kernel does.
 
 Source: Yang et al. 2024, "Gated Delta Networks" (arXiv 2412.06464), section 3.
 Legend: B batch, S sequence of this call, Hk and Hv key and value heads, Dk and Dv their sizes, N chunks, C tokens in
@@ -100,11 +100,8 @@ def _ragged(tokens: Tokens, positions: Tensor, cache: Tensor, states: Tensor, sp
     out = torch.empty_like(v)
     g, beta = g.float(), beta.float()
     if num_single:
-        one, rows = slice(0, num_single), states[:num_single]
-        before = _since(positions[one], cache[rows])
-        y, state = _advance(q[one, None], k[one, None], v[one, None], g[one, None], beta[one, None], before)
-        out[one] = y[:, 0]
-        cache.index_put_((rows,), state)
+        one = slice(0, num_single)
+        out[one] = _one_token_each((q[one], k[one], v[one], g[one], beta[one]), positions[one], cache, states[one])
     for span in longer:
         here, rows = span.here, states[span.row : span.row + 1]
         before = _since(positions[span.start : span.start + 1], cache[rows])
@@ -112,6 +109,19 @@ def _ragged(tokens: Tokens, positions: Tensor, cache: Tensor, states: Tensor, sp
         out[here] = y[0]
         cache.index_put_((rows,), state)
     return out
+
+
+def _one_token_each(tokens: Tokens, positions: Tensor, cache: Tensor, states: Tensor) -> Tensor:
+    """`[R, Hv, Dv]` for tokens, positions and states `[R, ...]`."""
+    q, k, v, g, beta = tokens
+    if v.is_cuda:
+        from graphfuse.kernels.gated_delta_step import gated_delta_step  # Triton is published for Linux only
+
+        return gated_delta_step(q, k, v, g, beta, positions, states, cache, _EPS)
+    before = _since(positions, cache[states])
+    y, state = _advance(q[:, None], k[:, None], v[:, None], g[:, None], beta[:, None], before)
+    cache.index_put_((states,), state)
+    return y[:, 0]
 
 
 def _since(first_positions: Tensor, states: Tensor) -> Tensor:
