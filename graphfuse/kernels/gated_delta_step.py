@@ -1,6 +1,6 @@
 """One token of the gated delta rule for each of several sequences, their states updated where they are.
 
-    eager equivalent, for row r, value head h, key head j = h // (Hv // Hk) and S = cache[states[r], h], 0 at position 0:
+    eager equivalent, for row r, value head h, key head j = h // (Hv // Hk), S = cache[states[r], h] (0 at position 0):
         k, q = k[r, j] / |k[r, j]|, q[r, j] / |q[r, j]| / sqrt(Dk)
         S = exp(g[r, h]) * S
         S = S + outer(k, beta[r, h] * (v[r, h] - k @ S))                in float32
