@@ -1,4 +1,4 @@
-"""Single tokens of recurrent mixers on a GPU: the kernels against plain torch, also replayed, and as fast as the memory."""
+"""Single tokens of recurrent mixers on a GPU: the kernels against plain torch, at once and replayed."""
 
 from __future__ import annotations
 
