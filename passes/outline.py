@@ -29,7 +29,7 @@ from graphfuse.passes.graph_reading import VIEWS, is_call
 
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 CHUNK = "graphfuse_chunk"
-"""Of a call's meta: the stack traces of the nodes that it stands for, in order. Those of the subgraph are the first's."""
+"""Of a call's meta: the stack traces of the nodes that it stands for, in order. The subgraph has the first call's."""
 
 MIN_NODES = 16
 """Shorter runs are not worth a subgraph."""
