@@ -93,5 +93,5 @@ def build_engine(
         vocab_size=text_config.vocab_size, eos=eos, device=device, graphs=compile,
     )  # fmt: skip
     scheduler = Scheduler(pool, max_batch_size=sizes.max_batch_size, max_step_tokens=sizes.max_step_tokens)
-    engine = Engine(scheduler, runner, watch(group) if config.watch else None)
+    engine = Engine(scheduler, runner, group, watch(group) if config.watch else None)
     return Built(engine, runs, compiled, num_pages * page_size, max_length)

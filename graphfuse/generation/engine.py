@@ -12,6 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
+from graphfuse.agreement import is_shared, require
+from graphfuse.comm import call_check
+from graphfuse.comm.control import control_channel
 from graphfuse.comm.watch import Watch
 from graphfuse.comm.watching import in_call
 from graphfuse.errors import ConfigError
@@ -25,9 +30,11 @@ from graphfuse.generation.sequence import Sequence
 class Engine:
     """Runs sequences to their end. Deterministic: ranks that add the same sequences at the same steps stay in step."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, watch: Watch | None = None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, group: dist.ProcessGroup | None = None, watch: Watch | None = None
+    ) -> None:
         self.scheduler = scheduler
-        self._watch = watch
+        self._group, self._watch = group, watch
         self.stats = GenerationStats()
         self._runner = runner
         self._launched: Launched | None = None
@@ -102,8 +109,11 @@ class Engine:
         return [] if launched is None else self._accept(launched)
 
     def _accept(self, launched: Launched) -> list[Sequence]:
-        finished = []
-        for sequence, token_id, logprob in launched.read():
+        finished, sampled = [], list(launched.read())
+        if call_check.is_on() and is_shared(self._group):
+            fields = {f"the token of text {s.request.index}": token_id for s, token_id, _ in sampled}
+            require(control_channel(self._group), "what they have sampled", fields)
+        for sequence, token_id, logprob in sampled:
             had_ended = sequence.finish_reason is not None
             self.stats.decode_tokens -= had_ended
             if token_id == NOT_FINITE:
