@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +52,11 @@ def _bytes(tensor: Tensor) -> int:
 
 def _free_on_cpu(group: dist.ProcessGroup | None) -> int:
     num_ranks = dist.get_world_size(group) if is_shared(group) else 1
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4 * CPU_MOST
+    try:
+        meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # no Linux
+        return CPU_MOST
     return min(CPU_MOST, int(available * CPU_SHARE / num_ranks))
 
 
