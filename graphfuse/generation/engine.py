@@ -126,9 +126,7 @@ class Engine:
             if sequence.finish_reason is not None and not had_ended:
                 finished.append(sequence)
         for sequence in finished:
-            free = self.scheduler.end(sequence, forget=sequence.error is not None)
-            if sequence.error is not None and free:
-                self._runner.clear(free)
+            self.scheduler.end(sequence, forget=sequence.error is not None)
         return finished
 
     def _count(self, parts: list[Part], seconds: float) -> None:

@@ -97,22 +97,18 @@ class PagePool:
             num_remembered = index + 1
         return num_remembered
 
-    def give_back(self, pages: Sequence[int], *, forget: bool = False) -> list[int]:
-        """One holder less for each page; `forget`: what they hold is not to be shared. Returns those without a holder
-        now."""
-        free = []
+    def give_back(self, pages: Sequence[int], *, forget: bool = False) -> None:
+        """One holder less for each page; `forget`: what they hold is not to be shared."""
         for page in reversed(pages):  # the end of a text is of less use to others than its beginning
             self._holders[page] -= 1
             if self._holders[page]:
                 continue
-            free.append(page)
             if forget:
                 self._forget(page)
             if page in self._known:
                 self._let_go[page] = None
             else:
                 self._empty.append(page)
-        return free
 
     def _forget(self, page: int) -> None:
         known = self._known.pop(page, None)

@@ -117,15 +117,6 @@ class Runner:
         at = torch.tensor([0, 0, 1, 2, 3], device=self._device) % self._page_size
         self._forward(Inputs(tokens, at, last, tokens.clone(), pages, tokens[:2].clone(), spans))
 
-    def clear(self, pages: Sequence[int]) -> None:
-        """Zero pages that hold what is not finite: attention weighs entries that it must not see with zero, and zero
-        times NaN is NaN."""
-        at = torch.tensor(pages, dtype=torch.int64, device=self._device)
-        for mixer, pair in zip(self._model.mixers, self._caches, strict=True):
-            if not mixer.has_state:  # states are not read where a text starts
-                for cache in pair:
-                    cache.index_fill_(0, at, 0)
-
     @torch.no_grad()  # not inference_mode: Dynamo cannot trace with inference tensors as inputs
     def _forward(self, inputs: Inputs) -> Tensor:
         return self._model(**inputs.arguments(self._caches))

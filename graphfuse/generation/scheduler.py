@@ -75,11 +75,11 @@ class Scheduler:
             part.sequence.num_pending += part.samples
         return sorted(parts, key=lambda part: part.length > 1)
 
-    def end(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
-        """A running sequence has finished. Returns the pages that nobody holds now."""
+    def end(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """A running sequence has finished; `forget`: what its pages hold is not to be shared."""
         self.running.remove(sequence)
         self._slots.append(sequence.slot)
-        return self.pool.give_back(sequence.pages, forget=forget)
+        self.pool.give_back(sequence.pages, forget=forget)
 
     def _lengths(self) -> list[tuple[Sequence, int]]:
         """How many tokens of each running sequence are next: one of those that generate, chunks of prompts."""

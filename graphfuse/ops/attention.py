@@ -146,7 +146,7 @@ def _one_token_each(
 
         return paged_decode(q, k_cache, v_cache, pages, positions, scale, window, sinks)
     length = int(positions.max()) + 1
-    keys, values = (read_pages(cache, pages, length) for cache in (k_cache, v_cache))  # [R, L, Hkv, D]
+    keys, values = (read_pages(cache, pages, length, positions + 1) for cache in (k_cache, v_cache))  # [R, L, Hkv, D]
     at = torch.arange(length, device=q.device)
     mask = (at <= positions[:, None])[:, None]  # [R, 1, L]
     if window is not None:

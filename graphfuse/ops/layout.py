@@ -126,10 +126,15 @@ def write_rows(values: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
     return cache[:batch]
 
 
-def read_pages(cache: Tensor, pages: Tensor, length: int) -> Tensor:
-    """The first `length` entries of each sequence, `[R, length, ...]`, for pages `[R, N]`."""
+def read_pages(cache: Tensor, pages: Tensor, length: int, ends: Tensor | None = None) -> Tensor:
+    """The first `length` entries of each sequence, `[R, length, ...]`, for pages `[R, N]`; zero from `ends` `[R]`
+    on, if given: what stands there is anybody's, and weighed with zero, a NaN would still be one."""
     num_pages = -(-length // cache.shape[1])
-    return cache[pages[:, :num_pages]].flatten(1, 2)[:, :length]
+    found = cache[pages[:, :num_pages]].flatten(1, 2)[:, :length]
+    if ends is None:
+        return found
+    behind = torch.arange(length, device=pages.device) >= ends[:, None]  # [R, length]
+    return found.masked_fill_(behind[(..., *[None] * (found.dim() - 2))], 0)
 
 
 def check_ragged(positions: Tensor, entries: Tensor | None, pages: Tensor | None, spans: Tensor | None) -> None:

@@ -177,7 +177,7 @@ def _one_token_each(
         return _absorbed(q_nope[:, None], q_rope[:, None], latent, k_rope, kv_up, mask, scale)[:, 0]
     if not q_nope.is_cuda:
         length = int(positions.max()) + 1
-        latent, k_rope = (read_pages(cache, pages, length) for cache in (latent_cache, k_rope_cache))
+        latent, k_rope = (read_pages(cache, pages, length, positions + 1) for cache in (latent_cache, k_rope_cache))
         mask = (torch.arange(length, device=positions.device) <= positions[:, None])[:, None]  # [R, 1, L]
         return _absorbed(q_nope[:, None], q_rope[:, None], latent, k_rope, kv_up, mask, scale)[:, 0]
     from graphfuse.kernels.paged_latent_decode import paged_latent_decode

@@ -129,6 +129,24 @@ def test_a_text_whose_logits_are_not_finite_ends_alone_and_leaves_nothing_behind
     assert [found[0][0].token_ids, found[1][0].token_ids] == [c.token_ids for c in sound]
 
 
+def test_what_is_not_finite_in_pages_of_others_harms_nobody(checkpoint):
+    """Texts that read a page table wider than theirs, and pages that an abandoned call has left."""
+    llm = LLM(checkpoint, device="cpu", compile=False, max_batch_size=2, page_size=4, max_step_tokens=12)
+    good = [[9] * 7, [11] * 2]
+    expected = [c.token_ids for c in llm.generate(good, GREEDY)]
+    llm.generate([[8] * 40, [10] * 40], GREEDY)  # fills the page tables of both slots
+    [bad] = llm.tokenizer.encode("Z", add_special_tokens=False)
+    with torch.no_grad():
+        llm.model.embed_tokens.weight[bad] = float("nan")
+    jobs = [Job("bad", [13] * 20 + [bad] + [14] * 40, GREEDY), *(Job(i, each, GREEDY) for i, each in enumerate(good))]
+    found = dict(llm.complete(jobs))
+    assert isinstance(found.pop("bad"), GenerationError)
+    assert [found[i][0].token_ids for i in range(2)] == expected
+    with pytest.raises(GenerationError, match=r"Prompt 0: .*NaN or infinity"):
+        llm.generate([[bad] * 5, [bad] * 100], GREEDY)
+    assert [c.token_ids for c in llm.generate(good, GREEDY)] == expected
+
+
 def test_json_of_a_schema(checkpoint):
     pytest.importorskip("xgrammar")
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "yes"]}}, "required": ["a"]}
