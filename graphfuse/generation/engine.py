@@ -38,7 +38,7 @@ class Engine:
         self.stats = GenerationStats()
         self._runner = runner
         self._launched: Launched | None = None
-        self._is_ready = self._is_busy = False
+        self._is_ready = self._is_busy = self._is_closed = False
 
     @property
     def num_unfinished(self) -> int:
@@ -62,9 +62,16 @@ class Engine:
             self.scheduler.end(sequence, forget=True)
         self.scheduler.waiting.clear()
 
+    def close(self) -> None:
+        """Free the caches. Nothing can be run afterwards."""
+        self._is_closed = True
+        self._runner.close()
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """`begin`; while open, sequences can be added and run; `abandon` if it ends early. One at a time."""
+        if self._is_closed:
+            raise ConfigError("This LLM is closed. Make a new one.")
         if self._is_busy:
             raise ConfigError(
                 "Other prompts are being completed. Take what complete() yields to its end, or close that generator."

@@ -219,7 +219,8 @@ class LLM:
                     yield key, [completion for completion in completions if completion is not None]
 
     def close(self) -> None:
-        """Give the workspaces of the fused all-reduces back. The LLM cannot be used afterwards."""
+        """Free the caches, and give the workspaces of the fused all-reduces back. Nothing is generated afterwards."""
+        self._engine.close()
         if self._compiled is not None:
             self._compiled.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +44,10 @@ class Requests:
         requests: list[tuple[Any, Request]] = []
         refused: list[tuple[Any, GenerationError]] = []
         for job in jobs:
+            if not isinstance(job, Job):
+                raise GenerationError(f"A job is of type {type(job).__name__}. Give graphfuse.Job(key, prompt, ...).")
             try:
+                _check_params(job.params)
                 token_ids = self._encoder.encode(job.prompt)
                 self.guide(job.params)
             except GenerationError as error:
@@ -77,9 +80,14 @@ class Requests:
         if params is None or isinstance(params, SamplingParams):
             shared = params or SamplingParams()
             seeds = [None if shared.seed is None else (shared.seed + i) % 2**63 for i in range(len(encoded))]
-            each: Sequence[SamplingParams] = [shared] * len(encoded)
+            each: list[SamplingParams] = [shared] * len(encoded)
         else:
-            each, seeds = params, [p.seed for p in params]
+            if isinstance(params, str | Mapping) or not isinstance(params, Sequence):
+                _check_params(params)
+            each = list(params)
+            for param in each:
+                _check_params(param)
+            seeds = [param.seed for param in each]
         if len(each) != len(encoded):
             raise GenerationError(
                 f"There are {len(encoded)} prompts but {len(each)} SamplingParams. Give one for all, or one for each."
@@ -107,6 +115,11 @@ class Requests:
         except BaseException:
             self._seeds.set_state(state)
             raise
+
+
+def _check_params(params: Any) -> None:
+    if not isinstance(params, SamplingParams):
+        raise GenerationError(f"Parameters are of type {type(params).__name__}. Give graphfuse.SamplingParams(...).")
 
 
 def _require_same(group: dist.ProcessGroup | None, requests: Sequence[Request]) -> None:

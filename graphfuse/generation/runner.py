@@ -117,6 +117,10 @@ class Runner:
         at = torch.tensor([0, 0, 1, 2, 3], device=self._device) % self._page_size
         self._forward(Inputs(tokens, at, last, tokens.clone(), pages, tokens[:2].clone(), spans))
 
+    def close(self) -> None:
+        """Free the caches, and the CUDA graphs that write to them."""
+        self._caches, self._graphs = [], None
+
     @torch.no_grad()  # not inference_mode: Dynamo cannot trace with inference tensors as inputs
     def _forward(self, inputs: Inputs) -> Tensor:
         return self._model(**inputs.arguments(self._caches))

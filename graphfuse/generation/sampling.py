@@ -70,6 +70,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        if not isinstance(self.stop, Iterable):
+            raise GenerationError(f"stop={brief(self.stop)} is neither text nor a list of texts. Give one of them.")
         object.__setattr__(self, "stop", tuple(self.stop))
         if not _is_int(self.max_tokens) or self.max_tokens < 1:
             raise GenerationError(f"max_tokens={self.max_tokens!r} is not a positive number. Ask for at least 1 token.")
@@ -112,6 +114,8 @@ class SamplingParams:
             raise GenerationError(
                 f"stop_token_ids={brief(self.stop_token_ids)} holds something other than ids. Give whole numbers ≥ 0."
             )
+        if not isinstance(self.ignore_eos, bool):
+            raise GenerationError(f"ignore_eos={brief(self.ignore_eos)} is neither True nor False. Give one of them.")
         if not _is_int(self.min_tokens) or self.min_tokens < 0:
             raise GenerationError(f"min_tokens={self.min_tokens!r} is not a number ≥ 0. Use 0 for no minimum.")
         if self.min_tokens > self.max_tokens:

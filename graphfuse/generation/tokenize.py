@@ -119,7 +119,7 @@ class PromptEncoder:
         if isinstance(prompt, str):
             _check_text(prompt, name)
             return list(self.tokenizer(prompt)["input_ids"]) if prompt else []
-        if not isinstance(prompt, Sequence):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
             raise GenerationError(
                 f"{name} is of type {type(prompt).__name__}. Give text, a list of messages, or a list of token ids."
             )

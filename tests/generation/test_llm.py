@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphfuse.errors import CheckpointError, ConfigError, GenerationError
-from graphfuse.generation import LLM, SamplingParams
+from graphfuse.generation import LLM, Job, SamplingParams
 
 PROMPTS = ["The capital", "A", "One two three four five six seven. The cat sat on the mat.", "日本 🙂"]
 
@@ -223,6 +223,7 @@ def test_stats_count_the_tokens_of_the_last_call(llm):
         ([3, "a"], "only messages, or only token ids"),
         ([True], "only messages, or only token ids"),
         (3.5, "Prompt 1 is of type float"),
+        (b"abc", "Prompt 1 is of type bytes"),
         ([{"role": "user"}], 'needs a "role" and a "content"'),
         ("a\ud800", r"Prompt 1 has text that is not valid Unicode: character 1 is '\\ud800'"),
         ([{"role": "user", "content": "\ud800"}], "Prompt 1 has text that is not valid Unicode: character 0"),
@@ -251,6 +252,27 @@ def test_messages_without_a_template_are_refused(checkpoint, llm, monkeypatch):
 def test_as_many_params_as_prompts(llm):
     with pytest.raises(GenerationError, match="2 prompts but 1 SamplingParams"):
         llm.generate(["A", "B"], [SamplingParams()])
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [{"max_tokens": 3}], [None], 3])
+def test_params_of_another_type_are_refused(llm, params):
+    with pytest.raises(GenerationError, match=r"Parameters are of type \w+\. Give graphfuse\.SamplingParams"):
+        llm.generate(["A"], params)
+
+
+def test_jobs_of_another_type_are_refused(llm):
+    with pytest.raises(GenerationError, match=r"A job is of type tuple\. Give graphfuse\.Job"):
+        list(llm.complete([("key", "A", SamplingParams())]))
+    [(_, error)] = llm.complete([Job("key", "A", None)])
+    assert "Parameters are of type NoneType" in str(error)
+
+
+def test_a_closed_llm_generates_nothing(checkpoint):
+    with LLM(checkpoint, device="cpu", compile=False) as llm:
+        pass
+    for call in (lambda: llm.generate(["A"]), lambda: list(llm.complete([]))):
+        with pytest.raises(ConfigError, match=r"This LLM is closed\. Make a new one"):
+            call()
 
 
 def test_logits_that_are_not_numbers_are_reported(checkpoint):

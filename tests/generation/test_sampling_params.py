@@ -33,6 +33,8 @@ def test_one_stop_string_is_the_same_as_a_list_of_one():
         ("seed", 2**63, "whole number"),
         ("stop", ["a", ""], "non-empty strings"),
         ("stop", [3], "non-empty strings"),
+        ("stop", None, "neither text nor a list"),
+        ("ignore_eos", "no", "True nor False"),
         ("min_p", -0.1, "Use 0.0"),
         ("min_p", 1.1, "Use 0.0"),
         ("min_p", float("nan"), "Use 0.0"),
