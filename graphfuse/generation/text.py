@@ -36,7 +36,9 @@ class TextStream:
         known, now = self._decode_tail()
         if now.endswith(_INCOMPLETE):
             return ""
-        self._context, self._read = self._read, len(self._token_ids)
+        if len(now) > len(known):  # special tokens have no text, and a space behind nothing is dropped
+            self._context = self._read
+        self._read = len(self._token_ids)
         return self._release(now[len(known) :], last=False)
 
     def finish(self) -> str:

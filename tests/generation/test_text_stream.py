@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from graphfuse.generation.text import TextStream
 
-WORDS = (" the", " cat", " sat", "s", ".")
+WORDS = (" the", " cat", " sat", "s", ".", "")
+SPECIAL = 5
 
 
 def as_bytes(token_ids):
@@ -45,6 +46,12 @@ def test_an_unfinished_character_shows_as_the_decoder_shows_it():
 def test_spaces_between_words_survive():
     pieces, _ = stream(as_words, [0, 1, 3, 2, 4])
     assert pieces == ["the", " cat", "s", " sat", ".", ""]
+
+
+def test_spaces_behind_special_tokens_survive():
+    pieces, text = stream(as_words, [SPECIAL, 0, 1, SPECIAL, SPECIAL, 2, SPECIAL])
+    assert pieces == ["", "the", " cat", "", "", " sat", "", ""]
+    assert text.text == as_words([SPECIAL, 0, 1, SPECIAL, SPECIAL, 2, SPECIAL])
 
 
 def test_text_ends_before_a_stop_string_that_spans_tokens():
