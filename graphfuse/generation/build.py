@@ -73,9 +73,11 @@ def build_engine(
         raise ConfigError(f"max_length={max_length} exceeds the model's {limit} positions. Use at most {limit}.")
     num_tokens = sizes.cache_tokens
     if num_tokens is None:
-        step_tokens = min(sizes.max_step_tokens, max_length)
+        step_tokens = min(max(sizes.max_step_tokens, sizes.max_batch_size), sizes.max_batch_size * max_length)
         num_states = sizes.max_batch_size + 1
-        fit = tokens_that_fit(model, group, num_states=num_states, max_step_tokens=step_tokens, device=device)
+        fit = tokens_that_fit(
+            model, group, num_states=num_states, max_step_tokens=step_tokens, max_length=max_length, device=device
+        )
         num_tokens = min(fit, sizes.max_batch_size * -(-max_length // page_size) * page_size)
     num_pages = num_tokens // page_size
     if num_pages < 1:
@@ -92,6 +94,8 @@ def build_engine(
         runs, caches, page_size=page_size, max_batch_size=sizes.max_batch_size, max_length=max_length,
         vocab_size=text_config.vocab_size, eos=eos, device=device, graphs=compile,
     )  # fmt: skip
-    scheduler = Scheduler(pool, max_batch_size=sizes.max_batch_size, max_step_tokens=sizes.max_step_tokens)
+    scheduler = Scheduler(
+        pool, max_batch_size=sizes.max_batch_size, max_step_tokens=sizes.max_step_tokens, max_length=max_length
+    )
     engine = Engine(scheduler, runner, group, watch(group) if config.watch else None)
     return Built(engine, runs, compiled, num_pages * page_size, max_length)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphfuse.agreement import is_shared
 from graphfuse.comm.control import control_channel
+from graphfuse.errors import ConfigError
 
 GPU_SHARE = 0.9
 """Of a GPU's memory. The rest is for CUDA graphs, workspaces of fused ops, and what fragments."""
@@ -23,12 +24,19 @@ CPU_MOST = 1 << 30
 
 
 def tokens_that_fit(
-    model: Any, group: dist.ProcessGroup | None, *, num_states: int, max_step_tokens: int, device: torch.device
+    model: Any,
+    group: dist.ProcessGroup | None,
+    *,
+    num_states: int,
+    max_step_tokens: int,
+    max_length: int,
+    device: torch.device,
 ) -> int:
     """Tokens for which there is memory on every rank, when weights, states of `num_states` sequences and the largest
-    step have theirs. Collective: the step runs the model."""
+    step, of texts of `max_length`, have theirs. Collective: the step runs the model."""
     one = cache_bytes(model, 1, 0)
-    free = _free_on_gpu(model, max_step_tokens, device) if device.type == "cuda" else _free_on_cpu(group)
+    on_gpu = device.type == "cuda"
+    free = _free_on_gpu(model, num_states, max_step_tokens, max_length, device) if on_gpu else _free_on_cpu(group)
     fit = max(0, free - cache_bytes(model, 0, num_states)) // max(1, one)
     if is_shared(group):
         fit = min(int(other) for other in control_channel(group).exchange(str(fit), subject="the size of the cache"))
@@ -61,30 +69,44 @@ def _free_on_cpu(group: dist.ProcessGroup | None) -> int:
 
 
 @torch.no_grad()
-def _free_on_gpu(model: Any, max_step_tokens: int, device: torch.device) -> int:
-    """What a step of one text of the most tokens leaves. It runs as the model is written: the compiled one needs no
-    more."""
-    page_size = 16
-    num_pages = -(-max_step_tokens // page_size) + 1
+def _free_on_gpu(model: Any, num_states: int, num_tokens: int, max_length: int, device: torch.device) -> int:
+    """What the largest step leaves. It runs as the model is written: the compiled one needs no more."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device)
-    caches = model.new_paged_caches(num_pages, page_size, 2)
-    at = torch.arange(max_step_tokens, device=device)
-    logits = model(
-        torch.zeros_like(at),
-        at,
-        caches,
-        at[-1:],
-        entries=at + page_size,
-        pages=torch.arange(1, num_pages, device=device)[None],
-        states=torch.ones_like(at[:1]),
-        spans=torch.tensor([[max_step_tokens, 0]]),
-    )
+    inputs = largest_step(model, num_states, num_tokens, max_length, device)
+    caches = inputs["kv_caches"]
+    try:
+        logits = model(**inputs)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"There is no memory for a step of {num_tokens} tokens beside the weights. Give a smaller max_step_tokens "
+            "or max_length, or use more ranks."
+        ) from error
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held - sum(_bytes(t) for pair in caches for t in pair)
-    del logits, caches
+    del inputs, logits, caches
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return int(free - (1 - GPU_SHARE) * total - peak)
+
+
+def largest_step(model: Any, num_states: int, num_tokens: int, max_length: int, device: torch.device) -> dict[str, Any]:
+    """A step of as many tokens, in as few texts as possible, which end at their longest: they attend to as much as the
+    chunks of a step can. All their pages are one: what is computed is of no use. With logits for each of `num_states`.
+    """
+    page_size = 16
+    num_texts = -(-num_tokens // max_length)
+    lengths = [num_tokens - (num_texts - 1) * max_length, *[max_length] * (num_texts - 1)]
+    at = torch.cat([torch.arange(max_length - length, max_length, device=device) for length in lengths])
+    return {
+        "input_ids": torch.zeros_like(at),
+        "positions": at,
+        "kv_caches": model.new_paged_caches(2, page_size, num_texts + 1),
+        "last_token": torch.arange(num_states, device=device) % num_tokens,
+        "entries": page_size + at % page_size,
+        "pages": torch.ones(num_texts, -(-max_length // page_size), dtype=torch.int64, device=device),
+        "states": torch.arange(1, num_texts + 1, device=device),
+        "spans": torch.tensor([(length, max_length - length) for length in lengths]),
+    }

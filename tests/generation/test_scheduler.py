@@ -19,7 +19,8 @@ def make_sequence(index, prompt, max_tokens, *, max_length=1000):
 
 
 def make_scheduler(num_pages=100, page_size=4, batch=4, step=16, share=True):
-    return Scheduler(PagePool(num_pages + 1, page_size, share=share), max_batch_size=batch, max_step_tokens=step)
+    pool = PagePool(num_pages + 1, page_size, share=share)
+    return Scheduler(pool, max_batch_size=batch, max_step_tokens=step, max_length=num_pages * page_size)
 
 
 def lengths(parts):
@@ -108,6 +109,26 @@ def test_equal_beginnings_are_computed_once_also_in_one_step():
     assert scheduler.num_shared_tokens == 16
 
 
+def test_what_the_chunks_of_a_step_attend_to_is_no_more_than_one_text_can_have():
+    scheduler = Scheduler(PagePool(200, 4), max_batch_size=8, max_step_tokens=50, max_length=100)
+    scheduler.add(make_sequence(0, range(90), 3))
+    read(scheduler, scheduler.step())
+    step = scheduler.step()
+    assert lengths(step) == [(0, 50, 40, True)]
+    read(scheduler, step)
+    for index in range(1, 4):  # 88 tokens are shared
+        scheduler.add(make_sequence(index, [*range(90), index], 2))
+    scheduler.add(make_sequence(4, [*range(88), 4], 1))
+    step = scheduler.step()
+    assert lengths(step) == [(0, 90, 1, True), (1, 88, 3, True)]
+    read(scheduler, step)
+    step = scheduler.step()
+    assert lengths(step) == [(0, 91, 1, True), (1, 91, 1, True), (2, 88, 3, True)]
+    read(scheduler, step)
+    step = scheduler.step()
+    assert lengths(step) == [(2, 91, 1, True), (4, 88, 1, True), (3, 88, 3, True)]
+
+
 def test_what_was_generated_is_shared_too():
     scheduler = make_scheduler()
     scheduler.add(make_sequence(0, [1, 2, 3], 6))
@@ -146,6 +167,7 @@ def test_every_sequence_gets_its_tokens_in_order_whatever_the_sizes(data):
             assert not under_way
             parts = scheduler.step()
         assert sum(part.length for part in parts) <= max(step, batch) and len(scheduler.running) <= batch
+        assert sum(p.before + p.length for p in parts if p.length > 1) <= max(capacity, step, batch)
         assert [part.length > 1 for part in parts] == sorted(part.length > 1 for part in parts)
         for part in parts:
             sequence = part.sequence
