@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from graphfuse.comm.watching import watch
@@ -15,7 +16,7 @@ from graphfuse.errors import ConfigError
 from graphfuse.generation.engine import Engine
 from graphfuse.generation.memory import tokens_that_fit
 from graphfuse.generation.pages import PagePool
-from graphfuse.generation.runner import Runner
+from graphfuse.generation.runner import Runner, current_device
 from graphfuse.generation.scheduler import Scheduler
 
 
@@ -36,6 +37,11 @@ class Sizes:
                 raise ConfigError(f"{name}={size!r} is not a whole number of at least {least}. Give one.")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size={self.page_size} is not a power of two. Use 16, for instance.")
+
+    def require_served_on(self, device: torch.device) -> None:
+        """Raises `ConfigError` for pages that kernels cannot read."""
+        if device.type == "cuda" and self.page_size < 8:
+            raise ConfigError(f"page_size={self.page_size} is too small on a GPU. Use 16, or a power of two from 8.")
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,10 @@ def build_engine(
     """Measure, make the caches, and compile. Collective. `model` is one of ours, on this rank's device.
 
     Raises:
-        ConfigError: the model has fewer positions than max_length, or there is no memory for a page.
+        ConfigError: the model has fewer positions than max_length, there is no memory for a page, or it is too small.
     """
     text_config, device = model.config.get_text_config(), next(model.parameters()).device
+    sizes.require_served_on(device)
     limit, page_size = int(text_config.max_position_embeddings), sizes.page_size
     max_length = limit if sizes.max_length is None else sizes.max_length
     if max_length > limit:
@@ -75,9 +82,10 @@ def build_engine(
     if num_tokens is None:
         step_tokens = min(max(sizes.max_step_tokens, sizes.max_batch_size), sizes.max_batch_size * max_length)
         num_states = sizes.max_batch_size + 1
-        fit = tokens_that_fit(
-            model, group, num_states=num_states, max_step_tokens=step_tokens, max_length=max_length, device=device
-        )
+        with current_device(device):
+            fit = tokens_that_fit(
+                model, group, num_states=num_states, max_step_tokens=step_tokens, max_length=max_length, device=device
+            )
         num_tokens = min(fit, sizes.max_batch_size * -(-max_length // page_size) * page_size)
     num_pages = num_tokens // page_size
     if num_pages < 1:

@@ -3,8 +3,8 @@
 A step of R sequences runs the graph of the next larger size. Rows that pad it have page 0 and state 0, which are
 nobody's. So has the number of pages a ladder, since attention is launched for as many as there may be.
 
-A graph is captured when its size comes up for the first time, after runs that load and tune what it launches. All share
-one memory pool, and one set of inputs, for the largest.
+A graph is captured when its size comes up for the first time, after runs that load and tune what it launches. Each has
+inputs of its own; all share one memory pool, and one place for the logits, which would else stay, large, for each size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class DecodeGraphs:
     def __init__(self, forward: Callable[[Inputs], Tensor], max_batch_size: int) -> None:
         self._forward = forward
         self._sizes = ladder(max_batch_size)
-        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Inputs, Tensor]] = {}
+        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Inputs]] = {}
+        self._logits: Tensor | None = None  # [max_batch_size, V]
         self._pool: Any = None
 
     def __call__(self, inputs: Inputs) -> Tensor:
@@ -44,12 +45,13 @@ class DecodeGraphs:
         key = (size, 1 << (num_pages - 1).bit_length())
         if key not in self._captured:
             self._captured[key] = self._capture(inputs, *key)
-        graph, static, logits = self._captured[key]
+        graph, static = self._captured[key]
         _fill(static, inputs)
         graph.replay()
-        return logits[:rows]
+        assert self._logits is not None
+        return self._logits[:rows]
 
-    def _capture(self, inputs: Inputs, size: int, num_pages: int) -> tuple[torch.cuda.CUDAGraph, Inputs, Tensor]:
+    def _capture(self, inputs: Inputs, size: int, num_pages: int) -> tuple[torch.cuda.CUDAGraph, Inputs]:
         device = inputs.input_ids.device
         row = {name: torch.zeros(size, dtype=torch.int64, device=device) for name in _ROWS}
         pages = torch.zeros(size, num_pages, dtype=torch.int64, device=device)
@@ -61,13 +63,15 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):  # all rows are padding: nothing but page 0 and state 0 is written
-                self._forward(static)
+                logits = self._forward(static)
         torch.cuda.current_stream(device).wait_stream(stream)
+        if self._logits is None:
+            self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            logits = self._forward(static)
+            self._logits[:size].copy_(self._forward(static))
         self._pool = graph.pool()
-        return graph, static, logits
+        return graph, static
 
 
 _ROWS = ("input_ids", "positions", "entries", "states")

@@ -81,7 +81,7 @@ class LLM:
             max_length: the longest text in tokens, prompt included; as long as the model was made for if None.
             cache_tokens: for how many tokens of all running texts together there is a cache. None measures how many
                 fit: on a GPU all that is left, on the CPU at most 1 GiB a rank. No text can be longer.
-            page_size: tokens of a page of the cache, a power of two. Prompts share whole pages only.
+            page_size: tokens of a page of the cache, a power of two, on a GPU from 8. Prompts share whole pages only.
             max_step_tokens: how many tokens a step computes at most. Longer prompts are computed in chunks, among the
                 tokens of the completions that run already.
             compile: False runs the model as it is written.

@@ -9,6 +9,7 @@ T tokens of R sequences, N pages each at most.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,12 +101,13 @@ class Runner:
 
     def launch(self, parts: Sequence[Part], previous: Launched | None) -> Launched:
         """Start a step. `previous` is the one under way, if there is one: what it samples may be this one's input."""
-        for part in parts:
-            self._note_pages(part.sequence)
-        inputs = self._inputs(parts, previous)
-        one_each = len(inputs.input_ids) == len(parts)
-        logits = self._graphs(inputs) if one_each and self._graphs is not None else self._forward(inputs)
-        return Launched(parts, self._sample(parts, logits))
+        with current_device(self._device):
+            for part in parts:
+                self._note_pages(part.sequence)
+            inputs = self._inputs(parts, previous)
+            one_each = len(inputs.input_ids) == len(parts)
+            logits = self._graphs(inputs) if one_each and self._graphs is not None else self._forward(inputs)
+            return Launched(parts, self._sample(parts, logits))
 
     def warm_up(self) -> None:
         """Trace the model by a step of padding: two sequences, five tokens, so that these are not taken for one."""
@@ -115,7 +117,8 @@ class Runner:
         last = torch.tensor([0, 4], device=self._device)
         pages = torch.zeros(2, max(2, -(-4 // self._page_size)), dtype=torch.int64, device=self._device)
         at = torch.tensor([0, 0, 1, 2, 3], device=self._device) % self._page_size
-        self._forward(Inputs(tokens, at, last, tokens.clone(), pages, tokens[:2].clone(), spans))
+        with current_device(self._device):
+            self._forward(Inputs(tokens, at, last, tokens.clone(), pages, tokens[:2].clone(), spans))
 
     def close(self) -> None:
         """Free the caches, and the CUDA graphs that write to them."""
@@ -203,6 +206,11 @@ class Runner:
         for row, sequence in guided:
             sequence.guide.fill(mask[row])
         return _to_device(mask, self._device)
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """While open, a GPU is the current one: kernels and events go to that, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

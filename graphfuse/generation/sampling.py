@@ -64,8 +64,9 @@ class SamplingParams:
     """Completions of the prompt, each with a seed of its own."""
 
     json_schema: dict[str, Any] | str | None = None
-    """The text is JSON that satisfies this schema, unless it ends early ("length"). Kept as JSON text. Needs the extra
-    `guided`. Properties come in the order of the schema; those that it does not name are not generated."""
+    """The text is JSON that satisfies this schema, unless it ends early: by "length", or by a stop string or id.
+    Kept as JSON text. Needs the extra `guided`. Properties come in the order of the schema; those that it does not name
+    are not generated."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

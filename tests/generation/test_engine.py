@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from graphfuse.errors import ConfigError, GenerationError
 from graphfuse.generation import LLM, Job, SamplingParams
+from graphfuse.generation.build import Sizes
 
 TEXTS = [
     "The capital of France is",
@@ -169,6 +170,13 @@ def test_json_of_a_schema(checkpoint):
 def test_sizes_that_cannot_be_used_are_refused(checkpoint, sizes, message):
     with pytest.raises(ConfigError, match=message):
         LLM(checkpoint, device="cpu", compile=False, **sizes)
+
+
+def test_pages_that_kernels_cannot_read_are_refused_on_a_gpu():
+    Sizes(page_size=4).require_served_on(torch.device("cpu"))
+    Sizes(page_size=8).require_served_on(torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"page_size=4 is too small on a GPU\. Use 16"):
+        Sizes(page_size=4).require_served_on(torch.device("cuda"))
 
 
 def test_a_small_cache_bounds_the_context(checkpoint):

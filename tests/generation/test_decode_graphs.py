@@ -1,0 +1,108 @@
+"""CUDA graphs of decoding, with recorded operations in their place: what they compute is what the model computes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphfuse.generation import LLM, SamplingParams
+from graphfuse.generation.decode_graphs import DecodeGraphs, ladder
+from graphfuse.generation.runner import Inputs
+
+
+class Recorded(TorchDispatchMode):
+    """What runs inside is run again by `replay`, on the same tensors and into the same results, as CUDA graphs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self):
+        for func, args, kwargs, result in self.calls:
+            again = func(*args, **kwargs)
+            if again.data_ptr() != result.data_ptr():
+                result.copy_(again)
+
+    def pool(self):
+        return "pool"
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Stands in for torch.cuda; the graphs that were captured."""
+    graphs = []
+
+    def new_graph():
+        graphs.append(Recorded())
+        return graphs[-1]
+
+    class Stream:
+        def wait_stream(self, other):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    return graphs
+
+
+def forward(inputs):
+    """Looks at every input; a row depends on no other."""
+    return (
+        torch.stack((inputs.input_ids, inputs.positions, inputs.entries, inputs.states, inputs.pages.sum(1)), 1) * 2.0
+    )
+
+
+def make_inputs(rows, num_pages, seed):
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(1, 1000, (4, rows), generator=generator)
+    pages = torch.randint(1, 1000, (rows, num_pages), generator=generator)
+    return Inputs(*drawn[:2], torch.arange(rows), drawn[2], pages, drawn[3], torch.ones(rows, 2, dtype=torch.int64))
+
+
+def test_a_step_runs_the_graph_of_the_next_size_and_padding_does_not_show(recorded):
+    graphs = DecodeGraphs(forward, 20)
+    for seed, (rows, num_pages) in enumerate([(3, 5), (20, 1), (4, 8), (17, 1), (1, 3), (3, 5), (9, 2), (2, 3)]):
+        inputs = make_inputs(rows, num_pages, seed)
+        assert torch.equal(graphs(inputs), forward(inputs))
+    assert len(recorded) == 5, "3 and 4 rows of up to 8 pages are one graph, so are 17 and 20 of a page"
+
+
+def test_graphs_share_the_place_of_their_logits(recorded):
+    graphs = DecodeGraphs(forward, 8)
+    places = {graphs(make_inputs(rows, 2, 0)).data_ptr() for rows in (8, 1, 3)}
+    assert len(places) == 1 and len(recorded) == 3
+
+
+def test_the_ladder_ends_with_the_largest_size():
+    assert ladder(1) == [1] and ladder(6) == [1, 2, 4, 6] and ladder(8) == [1, 2, 4, 8]
+    assert ladder(100) == [1, 2, 4, *range(8, 64, 8), 64, 80, 96, 100]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_tokens_are_those_without_graphs(checkpoint):
+    prompts = ["The capital", "A", "One two three four five six seven. The cat sat on the mat.", "日本 🙂", "Paris"]
+    params = [SamplingParams(max_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(prompts))]
+    sizes = {"device": "cuda", "dtype": torch.float32, "max_batch_size": 4}
+    plain = LLM(checkpoint, compile=False, **sizes).generate(prompts, params)
+    with LLM(checkpoint, **sizes) as llm:
+        assert [c.token_ids for c in llm.generate(prompts, params)] == [c.token_ids for c in plain]
+        assert llm._engine._runner._graphs._captured
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_a_gpu_that_is_not_the_current_one_serves_too(checkpoint):
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    here, there = (LLM(checkpoint, device=f"cuda:{i}", dtype=torch.float32).generate(["A"], params) for i in (0, 1))
+    assert there == here
