@@ -27,12 +27,14 @@ def on_two_ranks(script: str, *arguments: object) -> str:
     return run(*command, folder=ROOT)
 
 
+@pytest.mark.slow
 def test_a_transformers_model_is_compiled_and_gives_the_same_logits():
     output = on_two_ranks("compile_transformers.py")
     assert "7 all-reduces: 7 fused" in output
     assert float(output.split("largest difference of a logit:")[1]) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_module_sharded_by_torch_is_compiled_and_gives_the_same_result():
     output = on_two_ranks("tensor_parallel_module.py")
     assert "4 all-reduces: 4 fused" in output

@@ -82,6 +82,7 @@ def finish(checkpoint, folder):
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_a_rank_and_after_the_launcher_was_killed(checkpoint, tmp_path):
     write_input(tmp_path)
     for victim in (1, "launcher"):

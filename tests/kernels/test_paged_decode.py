@@ -11,7 +11,10 @@ FOLDER = Path(__file__).parent
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("cases", ["interpreted_paged_decode.py", "interpreted_paged_latent_decode.py"])
+@pytest.mark.parametrize(
+    "cases",
+    ["interpreted_paged_decode.py", pytest.param("interpreted_paged_latent_decode.py", marks=pytest.mark.slow)],
+)
 def test_the_interpreted_kernels_equal_attention_in_float64(cases):
     pytest.importorskip("triton", reason="Triton is published for Linux only")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / cases)]

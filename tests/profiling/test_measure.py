@@ -23,7 +23,9 @@ CONFIG = LlamaConfig(
 )
 
 
-@pytest.mark.parametrize("transformers", [False, True], ids=["ours", "transformers"])
+@pytest.mark.parametrize(
+    "transformers", [pytest.param(False, id="ours"), pytest.param(True, id="transformers", marks=pytest.mark.slow)]
+)
 def test_one_rank_has_nothing_to_fuse(transformers):
     ours = registry.build(CONFIG, None, torch.float32, "cpu")
     theirs = LlamaForCausalLM(LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 1})).eval()
