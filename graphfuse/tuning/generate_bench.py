@@ -157,7 +157,8 @@ class _Bench:
             self._model,
             self._group,
             num_states=num_engines * (plan.max_batch_size + 1),
-            max_step_tokens=min(plan.max_step_tokens, plan.max_length),
+            max_step_tokens=min(plan.max_step_tokens, plan.max_batch_size * plan.max_length),
+            max_length=plan.max_length,
             device=self._device,
         )
         cache_tokens = plan.cache_tokens(fit // num_engines)
