@@ -46,8 +46,8 @@ class LocalRanks:
 
         from graphfuse.cli.launch import pick_device
 
-        if tp < 1:
-            raise ConfigError(f"tp={tp} is no number of ranks. Give 1 or more.")
+        if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
+            raise ConfigError(f"tp={tp!r} is no number of ranks. Give 1 or more.")
         device_type = pick_device(device, tp)
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._ranks: list[tuple[Any, Connection]] = []
@@ -71,11 +71,16 @@ class LocalRanks:
         """A list of completions for each prompt, or the `GenerationError` that says why there is none.
 
         Raises:
+            GenerationError: not as many `params` as prompts.
             GroupError: a rank has ended. All have then.
             GraphfuseError: whatever else ended the generation.
         """
         if not self._ranks:
             raise ConfigError("These ranks are closed. Make new ones.")
+        if len(prompts) != len(params):
+            raise GenerationError(
+                f"There are {len(prompts)} prompts but {len(params)} SamplingParams. Give one for each prompt."
+            )
         try:
             for _, connection in self._ranks:
                 with contextlib.suppress(OSError):  # the rank has ended, which is found below

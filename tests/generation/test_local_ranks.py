@@ -30,6 +30,8 @@ def test_two_ranks_complete_what_one_process_completes_and_one_that_is_killed_en
     for prompts in (["The capital", "A"], ["One two three"]):
         found = ranks.complete(prompts, [GREEDY] * len(prompts))
         assert found == [[completion] for completion in llm.generate(prompts, GREEDY)]
+    with pytest.raises(GenerationError, match="2 prompts but 1 SamplingParams"):
+        ranks.complete(["A", "B"], [GREEDY])
     good, bad = ranks.complete(["The", ""], [GREEDY] * 2)
     assert good == llm.generate(["The"], GREEDY)
     assert isinstance(bad, GenerationError) and "is empty" in str(bad)
@@ -55,6 +57,7 @@ def test_what_ranks_raise_while_they_load_is_raised_here(tmp_path):
         LocalRanks(str(tmp_path), 1, **OPTIONS)
 
 
-def test_no_ranks_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="tp=0 is no number of ranks"):
-        LocalRanks(str(tmp_path), 0, **OPTIONS)
+@pytest.mark.parametrize("tp", [0, 1.5])
+def test_no_ranks_are_refused(tmp_path, tp):
+    with pytest.raises(ConfigError, match=f"tp={tp} is no number of ranks"):
+        LocalRanks(str(tmp_path), tp, **OPTIONS)
