@@ -36,13 +36,13 @@ OnCompletion = Callable[[int, Completion], None]
 """Called with the index of a prompt and its completion."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Progress:
     """What is going on inside `LLM.generate` and `LLM.complete`."""
 
-    num_running: int = 0
-    num_waiting: int = 0
-    cache_used: float = 0.0
+    num_running: int
+    num_waiting: int
+    cache_used: float
     """Share of the cache's pages that running sequences hold, 0 to 1."""
 
 
@@ -118,12 +118,17 @@ class LLM:
         vocab_size = model.config.get_text_config().vocab_size
         self._encoder = PromptEncoder(self.tokenizer, vocab_size=vocab_size, max_length=self.max_length)
         self._requests = Requests(self._encoder, self._eos, group, self.device)
-        self.progress = Progress()
 
     @property
     def stats(self) -> GenerationStats:
         """Tokens and seconds of the last `generate` or `complete`."""
         return self._engine.stats
+
+    @property
+    def progress(self) -> Progress:
+        """What is going on now."""
+        scheduler = self._engine.scheduler
+        return Progress(len(scheduler.running), len(scheduler.waiting), scheduler.pool.used)
 
     @property
     def report(self) -> Report | None:
@@ -204,7 +209,7 @@ class LLM:
                 if exhausted:
                     return
                 continue
-            for sequence in self._step():
+            for sequence in self._engine.step():
                 index = sequence.request.index
                 if index not in open_jobs:
                     continue  # another completion of the same prompt has failed
@@ -237,14 +242,7 @@ class LLM:
 
     def _run(self) -> Iterator[Running]:
         while self._engine.num_unfinished:
-            yield from self._step()
-
-    def _step(self) -> list[Running]:
-        finished = self._engine.step()
-        scheduler = self._engine.scheduler
-        self.progress.num_running, self.progress.num_waiting = len(scheduler.running), len(scheduler.waiting)
-        self.progress.cache_used = scheduler.pool.used
-        return finished
+            yield from self._engine.step()
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -13,6 +13,7 @@ Ray decides on which host and GPUs an actor runs; what it does with them is `gra
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from graphfuse.errors import ConfigError
@@ -57,7 +58,14 @@ class TextGenerator:
             )
         if PROMPT in batch:
             return [str(prompt) if isinstance(prompt, str) else prompt for prompt in batch[PROMPT]]
-        return [[dict(message) for message in messages] for messages in batch[MESSAGES]]
+        return [_conversation(messages) for messages in batch[MESSAGES]]
+
+
+def _conversation(messages: Any) -> Any:
+    """Ray has arrays in the place of lists. What is no conversation, as a null, is for the ranks to refuse."""
+    if not isinstance(messages, Iterable) or isinstance(messages, str):
+        return messages
+    return [dict(message) if isinstance(message, Mapping) else message for message in messages]
 
 
 _COLUMNS = ("text", "finish_reason", "num_prompt_tokens", "num_tokens", "error")

@@ -201,4 +201,5 @@ def test_a_generator_that_is_left_early_leaves_nothing_behind_and_one_runs_at_a_
 
     with pytest.raises(KeyboardInterrupt):
         llm.generate(TEXTS, GREEDY, on_completion=interrupted)
+    assert (llm.progress.num_running, llm.progress.num_waiting, llm.progress.cache_used) == (0, 0, 0.0)
     assert llm.generate(TEXTS, GREEDY) == expected

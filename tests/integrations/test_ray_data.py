@@ -48,7 +48,8 @@ def test_a_batch_comes_back_with_answers_and_what_is_wrong_with_the_others(check
         assert batch["finish_reason"][i] == "length" and batch["num_tokens"][i] == 5
         assert batch["num_prompt_tokens"][i] == len(expected[prompt].prompt_token_ids)
     messages = [{"role": "user", "content": "The cat"}]
-    assert generate({"messages": [messages]})["error"] == [None]
+    answers = generate({"messages": [messages, None]})
+    assert answers["error"][0] is None and "is of type NoneType" in answers["error"][1]
     with pytest.raises(ConfigError, match=r'columns text\. Name one of them "prompt" or "messages"'):
         generate({"text": ["A"]})
     with pytest.raises(ConfigError, match="n=2 completions do not fit"):
