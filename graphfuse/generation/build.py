@@ -70,7 +70,7 @@ def build_engine(
     """Measure, make the caches, and compile. Collective. `model` is one of ours, on this rank's device.
 
     Raises:
-        ConfigError: the model has fewer positions than max_length, there is no memory for a page, or it is too small.
+        ConfigError: fewer positions than max_length, no memory for the cache, or pages that are too small.
     """
     text_config, device = model.config.get_text_config(), next(model.parameters()).device
     sizes.require_served_on(device)
@@ -94,8 +94,14 @@ def build_engine(
             "cache_tokens."
         )
     max_length = min(max_length, num_pages * page_size)
-    pool = PagePool(num_pages + 1, page_size, share=not model.has_state)
-    caches = model.new_paged_caches(num_pages + 1, page_size, sizes.max_batch_size + 1)
+    try:
+        pool = PagePool(num_pages + 1, page_size, share=not model.has_state)
+        caches = model.new_paged_caches(num_pages + 1, page_size, sizes.max_batch_size + 1)
+    except (MemoryError, RuntimeError) as error:  # the latter is torch's
+        raise ConfigError(
+            f"There is no memory for a cache of {num_tokens} tokens and {sizes.max_batch_size} completions. Give a "
+            "smaller cache_tokens or max_batch_size, or use more ranks."
+        ) from error
     compiled = compile_model(model, group, config=config) if compile else None
     runs = model if compiled is None else compiled
     runner = Runner(

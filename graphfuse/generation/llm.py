@@ -82,8 +82,8 @@ class LLM:
             cache_tokens: for how many tokens of all running texts together there is a cache. None measures how many
                 fit: on a GPU all that is left, on the CPU at most 1 GiB a rank. No text can be longer.
             page_size: tokens of a page of the cache, a power of two, on a GPU from 8. Prompts share whole pages only.
-            max_step_tokens: how many tokens a step computes at most. Longer prompts are computed in chunks, among the
-                tokens of the completions that run already.
+            max_step_tokens: how many tokens a step computes at most, but at least one of each completion. Longer
+                prompts are computed in chunks, among the tokens of the completions that run already.
             compile: False runs the model as it is written.
 
         Raises `CheckpointError`, `UnsupportedModelError`, `GroupError` or `ConfigError`.

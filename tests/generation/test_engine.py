@@ -164,6 +164,7 @@ def test_json_of_a_schema(checkpoint):
         ({"max_batch_size": 0}, "max_batch_size=0 is not a whole number of at least 1"),
         ({"page_size": 12}, "page_size=12 is not a power of two"),
         ({"cache_tokens": 8}, "A cache of 8 tokens has no page of 16"),
+        ({"cache_tokens": 10**15}, "There is no memory for a cache of 1000000000000000 tokens"),
         ({"max_step_tokens": 1.5}, "max_step_tokens=1.5 is not a whole number"),
     ],
 )
