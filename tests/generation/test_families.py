@@ -12,7 +12,7 @@ from tests.models import tiny
 
 PROMPTS = ["The capital", "A", "One two three four five six seven. The cat sat on the mat. " * 3, "日本 🙂"]
 GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
-FAMILIES = ("mistral", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
+FAMILIES = ("mistral", "qwen3_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "gpt_oss")
 
 
 @pytest.fixture(scope="module")
