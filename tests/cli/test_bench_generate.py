@@ -12,6 +12,7 @@ from tests.generation.conftest import checkpoint  # noqa: F401  (the tiny Llama)
 LOAD = ("--device", "cpu", "--input-len", 12, "--output-len", 5, "--repeats", 2)
 
 
+@pytest.mark.slow
 def test_fused_and_unfused_take_turns_on_two_ranks(graphfuse, random_moe, tmp_path):  # noqa: F811
     options = ("--compare", "--batch", "1,3", "--offline", "4:6:3", "--output", tmp_path / "r.json")
     done = graphfuse(

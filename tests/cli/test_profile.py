@@ -59,6 +59,7 @@ def test_a_checkpoint_on_two_ranks(graphfuse, checkpoint, tmp_path):  # noqa: F8
         assert names.count(f"layers.1.mlp.down_proj [reduction: {op}]") == 2 + 2
 
 
+@pytest.mark.slow
 def test_random_weights_need_no_checkpoint(graphfuse, random_moe):
     options = ("--random-weights", "--input-len", 4, "--steps", 3, "--json")
     done = graphfuse("profile", "--model", random_moe, "--tp", 2, "--device", "cpu", *options)
