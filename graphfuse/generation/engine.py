@@ -118,7 +118,7 @@ class Engine:
     def _accept(self, launched: Launched) -> list[Sequence]:
         finished, sampled = [], list(launched.read())
         if call_check.is_on() and is_shared(self._group):
-            fields = {f"the token of text {s.request.index}": token_id for s, token_id, _ in sampled}
+            fields = {f"the token of text {s.request.index}, {s.request.sample}": each for s, each, _ in sampled}
             require(control_channel(self._group), "what they have sampled", fields)
         for sequence, token_id, logprob in sampled:
             had_ended = sequence.finish_reason is not None
