@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,7 +19,6 @@ from graphfuse.agreement import is_shared, require
 from graphfuse.comm import call_check
 from graphfuse.comm.control import control_channel
 from graphfuse.comm.watch import Watch
-from graphfuse.comm.watching import in_call
 from graphfuse.errors import ConfigError
 from graphfuse.generation.completion import GenerationStats
 from graphfuse.generation.runner import Launched, Runner
@@ -50,7 +50,7 @@ class Engine:
         self.scheduler.num_preempted = self.scheduler.num_shared_tokens = 0
         if not self._is_ready:
             start = time.perf_counter()
-            with in_call(self._watch, "preparation"):
+            with self._waiting("preparation"):
                 self._runner.warm_up()
             self.stats.start_up_seconds = time.perf_counter() - start
             self._is_ready = True
@@ -91,10 +91,6 @@ class Engine:
 
     def step(self) -> list[Sequence]:
         """Launch a step, and return the sequences that the one before has ended."""
-        with in_call(self._watch, "step"):
-            return self._step()
-
-    def _step(self) -> list[Sequence]:
         start = time.perf_counter()
         finished: list[Sequence] = []
         if any(sequence.guide for sequence in self.scheduler.running):
@@ -105,15 +101,20 @@ class Engine:
             finished += self._read()
             parts = self.scheduler.step()
         before = self._launched
-        self._launched = self._runner.launch(parts, before) if parts else None
-        if before is not None:
-            finished += self._accept(before)
+        with self._waiting("step", f"[{sum(part.length for part in parts)}]"):
+            self._launched = self._runner.launch(parts, before) if parts else None
+            if before is not None:
+                finished += self._accept(before)
         self._count(parts, time.perf_counter() - start)
         return finished
 
     def _read(self) -> list[Sequence]:
         launched, self._launched = self._launched, None
-        return [] if launched is None else self._accept(launched)
+        with self._waiting("reading"):
+            return [] if launched is None else self._accept(launched)
+
+    def _waiting(self, what: str, shape: str = "") -> AbstractContextManager[Any]:
+        return nullcontext() if self._watch is None else self._watch.call(what, shape)
 
     def _accept(self, launched: Launched) -> list[Sequence]:
         finished, sampled = [], list(launched.read())

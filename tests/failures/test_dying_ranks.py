@@ -56,9 +56,7 @@ def test_a_rank_killed_while_generating(checkpoint, size, victim, record_propert
     ranks = run(size, generate, str(checkpoint), victim)
     assert ranks[victim].exit_code == -signal.SIGKILL
     for rank in set(range(size)) - {victim}:
-        check(
-            ranks[rank], rf"GroupError: Rank {victim}{GONE}, last in call \d+ \(decode of \[1, 1\]\)", record_property
-        )
+        check(ranks[rank], rf"GroupError: Rank {victim}{GONE}, last in call \d+ \(step of \[1\]\)", record_property)
 
 
 def forward(scene, victim):
