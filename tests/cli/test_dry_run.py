@@ -57,6 +57,7 @@ def test_the_input_is_counted_and_checked(graphfuse, no_weights, tmp_path):
     assert done.returncode == 1 and "holds 1 answer to ids that" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_shorter_context_and_a_smaller_cache_are_counted_with(graphfuse, no_weights, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", {"id": 1, "prompt": "One two three four"})
     options = ["generate", "--model", no_weights, "--dry-run", "--input", source, "--no-chat-template"]

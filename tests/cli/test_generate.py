@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 from graphfuse.cli.generate import generate
 from graphfuse.generation import LLM, SamplingParams
@@ -107,6 +108,7 @@ def test_a_schema_that_is_no_json_is_said(graphfuse, tmp_path):
     assert "schema.json cannot be read as JSON" in result.stderr and result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_file_of_which_nothing_can_be_used_is_an_error(graphfuse, checkpoint, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", "{broken\n", {"id": 1, "prompt": ""})
     options = ["--tp", 2, "--device", "cpu", "--executor", "eager"]

@@ -33,6 +33,7 @@ def random_moe(tmp_path_factory) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_two_ranks(graphfuse, checkpoint, tmp_path):  # noqa: F811
     options = (
         "--batch",

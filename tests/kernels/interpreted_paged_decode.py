@@ -18,6 +18,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 2e-2, FP16: 3e-3, FP32: 3e-6}
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def arithmetic_and_memory_of_gpus():
     torch.manual_seed(0)
@@ -40,12 +44,12 @@ def check(where, heads=4, kv_heads=2, size=16, value_size=None, dtype=FP32, wind
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("page_size", [8, 16, 64, 256])
+@pytest.mark.parametrize("page_size", [8, slow(16), slow(64), 256])
 def test_ragged_rows_in_every_dtype_and_page_size(dtype, page_size):
     check(paged([0, 5, 63, 64, 200, 401], page_size, spare=2), dtype=dtype, size=32)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (5, 1), (16, 2), (20, 1), (70, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (5, 1), (16, 2), (20, 1), slow(70, 1)])
 def test_every_size_of_a_group_of_heads(heads, kv_heads):
     check(paged([130, 7], 16), heads, kv_heads)
 
@@ -63,7 +67,7 @@ def test_lengths_at_the_ends_of_splits(length):
 
 
 @pytest.mark.parametrize("window", [1, 63, 128, 129, 200, 5000])
-@pytest.mark.parametrize("page_size", [8, 64, 256])
+@pytest.mark.parametrize("page_size", [slow(8), 64, 256])
 def test_windows_wherever_they_begin(window, page_size):
     check(paged([0, 62, 127, 128, 300, 517], page_size, spare=1), 2, 1, window=window)
 
@@ -117,7 +121,7 @@ def test_what_is_not_finite_shows_in_its_own_row_only():
     assert not got[0].isfinite().any() and torch.equal(got[1], clean[1])
 
 
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("window", [None, slow(300)])
 def test_a_row_is_the_same_to_the_bit_whatever_stands_around_it(window, monkeypatch):
     where = paged([2100, 130, 5, 700], 64, spare=7)
     q = torch.randn(4, 2, 16).bfloat16()

@@ -27,7 +27,7 @@ from tests.models.parity import TOLERANCE, compare, compiled, identity
 SLOW = pytest.mark.slow
 FAMILIES = ["deepseek_v32", "glm_moe_dsa", "glm_moe_dsa_shared"]
 CASES = [
-    pytest.param(family, tp, wrap, marks=() if tp == 2 and (wrap is identity or "shared" in family) else SLOW)
+    pytest.param(family, tp, wrap, marks=() if tp == 2 and wrap is identity else SLOW)
     for family in FAMILIES
     for tp in (1, 2, 4)
     for wrap in (identity, compiled)

@@ -67,8 +67,15 @@ def runs(tmp_path_factory):
     return functools.cache(lambda *way: profiled(*way, tmp_path_factory.mktemp("run")))
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
-@pytest.mark.parametrize("fusion", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("fusion", "executor"),
+    [
+        ("auto", "eager"),
+        ("off", "eager"),
+        ("off", "inductor"),
+        pytest.param("auto", "inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_every_layer_of_the_model_is_named(executor, fusion, runs):
     run = runs(executor, fusion)
     torch.testing.assert_close(run.plain, run.labelled, rtol=0, atol=0)
