@@ -72,7 +72,7 @@ class CausalLM(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def make_layer(self, config: PretrainedConfig, index: int, tp: TensorParallel, dtype, device) -> nn.Module:
-        """The index-th decoder layer: (x [T, H], cos, sin, positions, layout, *caches) → [T, H]; its `mixer`
+        """The index-th decoder layer: (x [T, H], cos, sin, positions, *layout, *caches) → [T, H]; its `mixer`
         makes the caches (see `DecoderLayer`)."""
 
     def forward(
@@ -119,7 +119,7 @@ class CausalLM(nn.Module, abc.ABC):
         cos, sin = self.rotary(positions)
         x = self.embed_tokens(ids)
         for layer, caches in zip(self.layers, self.caches_or_none(kv_caches), strict=True):
-            x = layer(x, cos, sin, positions, layout, *caches)
+            x = layer(x, cos, sin, positions, *layout, *caches)
         return self.norm(x)
 
     def caches_or_none(self, kv_caches: KVCaches | None) -> Sequence[tuple[Tensor | None, ...]]:

@@ -18,7 +18,7 @@ from graphfuse.models.causal_lm import KVCaches
 from graphfuse.models.deepseek import DeepseekV3ForCausalLM, is_dense
 from graphfuse.models.family import Family
 from graphfuse.models.indexer import Indexer
-from graphfuse.models.layers import CacheDims, DecoderLayer, GatedMLP, rotate
+from graphfuse.models.layers import CacheDims, DecoderLayer, GatedMLP, grouped, rotate
 from graphfuse.models.mla import LatentAttention, rotate_interleaved
 from graphfuse.models.sharding import TensorParallel
 from graphfuse.models.shared_experts import RoutedAndSharedExperts
@@ -79,7 +79,7 @@ class SelectingLayer(DecoderLayer):
     """Gives the hidden states, and what it has selected."""
 
     def forward(self, x: Tensor, *where: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        y, selected = self.mixer(self.input_layernorm(x), *where)
+        y, selected = self.mixer(self.input_layernorm(x), *grouped(where))
         x = x + y
         return x + self.feed_forward(self.post_attention_layernorm(x)), selected
 
@@ -87,8 +87,8 @@ class SelectingLayer(DecoderLayer):
 class FollowingLayer(DecoderLayer):
     """Is given a selection behind the hidden states."""
 
-    def forward(self, x: Tensor, selected: Tensor, *where: Any) -> Tensor:
-        x = x + self.mixer(self.input_layernorm(x), selected, *where)
+    def forward(self, x: Tensor, selected: Tensor, *where: Any) -> Tensor:  # type: ignore[override]
+        x = x + self.mixer(self.input_layernorm(x), selected, *grouped(where))
         return x + self.feed_forward(self.post_attention_layernorm(x))
 
 
@@ -140,7 +140,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
         cos, sin = self.rotary(positions)
         x, selected = self.embed_tokens(ids), None
         for layer, caches in zip(self.layers, self.caches_or_none(kv_caches), strict=True):
-            where = (cos, sin, positions, layout, *caches)
+            where = (cos, sin, positions, *layout, *caches)
             if isinstance(layer, SelectingLayer):
                 x, selected = layer(x, *where)
             else:

@@ -2,8 +2,7 @@
 layer around them.
 
 Hidden states are flat, `[T, H]` with T = B * S: a linear over two unknown dimensions would trace to an expanded batched
-product. A layer's forward takes tensors only (a `Layout` is a tuple of them), so that all layers of a model trace to
-the same graph.
+product. A layer's forward takes tensors only, so that all layers of a model trace to the same graph.
 
 Legend: B batch, S sequence, T tokens, H hidden, I intermediate, Hq and Hkv this rank's query and key-value heads, D
 head size.
@@ -11,7 +10,7 @@ head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -239,18 +238,18 @@ class DecoderLayer(nn.Module):
     def feed_forward(self) -> Any:
         return getattr(self, self.mlp_name)
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor,
-        layout: Layout,
-        *caches: Tensor | None,
-    ) -> Tensor:
-        """x and the result `[T, H]`; the caches of the mixer, or as many None."""
-        x = x + self.mixer(self.input_layernorm(x), cos, sin, positions, layout, *caches)
+    def forward(self, x: Tensor, *where: Tensor | None) -> Tensor:
+        """x and the result `[T, H]`; `where` is cos, sin, positions, the fields of the layout, then the caches of the
+        mixer or as many None (see `grouped`)."""
+        x = x + self.mixer(self.input_layernorm(x), *grouped(where))
         return x + self.feed_forward(self.post_attention_layernorm(x))
+
+
+def grouped(where: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """A layer's arguments as its mixer takes them: with the layout as one. To a layer they come one by one: Dynamo does
+    not know the call of a region again by a tuple, and would trace every layer (35 ms each)."""
+    end = 3 + len(Layout._fields)
+    return (*where[:3], Layout(*where[3:end]), *where[end:])
 
 
 def activation_of(config: PretrainedConfig) -> tuple[Callable[[Tensor], Tensor], str]:
