@@ -46,7 +46,9 @@ def bench_generate(
     executor: Annotated[str, typer.Option(help="auto, inductor or eager.")] = "auto",
     allreduce: Annotated[str, typer.Option(help="auto, flashinfer, symm_mem or reference.")] = "auto",
     moe_config_dir: Annotated[str | None, typer.Option(help="Folder of tuned MoE kernel configs.")] = None,
-    max_step_tokens: Annotated[int, typer.Option(help="Tokens that a step computes at most.")] = 2048,
+    max_step_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens that a step computes. Default: 8192 on GPUs, else 2048.")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Rounds of each load.")] = 3,
     bandwidth: Annotated[float, typer.Option(help="TB/s of a GPU's memory, for the roofline.")] = 4.3,
     time_limit: Annotated[
@@ -83,6 +85,7 @@ def bench_generate(
             check_plot(plot)
 
         from graphfuse.config import FuseConfig
+        from graphfuse.generation.step_tokens import default_step_tokens
         from graphfuse.tuning.generate_plan import FUSED, UNFUSED, Plan
 
         config = FuseConfig(executor=executor, allreduce=allreduce, moe_config_dir=moe_config_dir)
@@ -93,7 +96,7 @@ def bench_generate(
             variants=(FUSED, UNFUSED) if compare else (UNFUSED,) if no_fusion else (FUSED,),
             offline=_offline(offline),
             repeats=repeats,
-            max_step_tokens=max_step_tokens,
+            max_step_tokens=default_step_tokens(device_type) if max_step_tokens is None else max_step_tokens,
             bandwidth=bandwidth,
             time_limit=time_limit,
         )

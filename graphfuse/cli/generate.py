@@ -64,7 +64,9 @@ def generate(
     cache_tokens: Annotated[
         int | None, typer.Option(help="Tokens that the cache holds. Default: as many as fit.")
     ] = None,
-    max_step_tokens: Annotated[int, typer.Option(help="Most tokens that a step computes.")] = 2048,
+    max_step_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens that a step computes. Default: 8192 on GPUs, else 2048.")
+    ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens of a page of the cache: a power of two, on GPUs from 8.")] = 16,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(_DTYPES)}. Default: the checkpoint's.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",

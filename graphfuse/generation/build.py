@@ -18,6 +18,7 @@ from graphfuse.generation.memory import tokens_that_fit
 from graphfuse.generation.pages import PagePool
 from graphfuse.generation.runner import Runner, current_device
 from graphfuse.generation.scheduler import Scheduler
+from graphfuse.generation.step_tokens import default_step_tokens
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Sizes:
     max_length: int | None = None
     cache_tokens: int | None = None
     page_size: int = 16
-    max_step_tokens: int = 2048
+    max_step_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
@@ -37,6 +38,10 @@ class Sizes:
                 raise ConfigError(f"{name}={size!r} is not a whole number of at least {least}. Give one.")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size={self.page_size} is not a power of two. Use 16, for instance.")
+
+    def step_tokens(self, device: torch.device) -> int:
+        """The most tokens of a step."""
+        return default_step_tokens(device.type) if self.max_step_tokens is None else self.max_step_tokens
 
     def require_served_on(self, device: torch.device) -> None:
         """Raises `ConfigError` for pages that kernels cannot read."""
@@ -75,12 +80,13 @@ def build_engine(
     text_config, device = model.config.get_text_config(), next(model.parameters()).device
     sizes.require_served_on(device)
     limit, page_size = int(text_config.max_position_embeddings), sizes.page_size
+    max_step_tokens = sizes.step_tokens(device)
     max_length = limit if sizes.max_length is None else sizes.max_length
     if max_length > limit:
         raise ConfigError(f"max_length={max_length} exceeds the model's {limit} positions. Use at most {limit}.")
     num_tokens = sizes.cache_tokens
     if num_tokens is None:
-        step_tokens = min(max(sizes.max_step_tokens, sizes.max_batch_size), sizes.max_batch_size * max_length)
+        step_tokens = min(max(max_step_tokens, sizes.max_batch_size), sizes.max_batch_size * max_length)
         num_states = sizes.max_batch_size + 1
         with current_device(device):
             fit = tokens_that_fit(
@@ -109,7 +115,7 @@ def build_engine(
         vocab_size=text_config.vocab_size, eos=eos, device=device, graphs=compile,
     )  # fmt: skip
     scheduler = Scheduler(
-        pool, max_batch_size=sizes.max_batch_size, max_step_tokens=sizes.max_step_tokens, max_length=max_length
+        pool, max_batch_size=sizes.max_batch_size, max_step_tokens=max_step_tokens, max_length=max_length
     )
     engine = Engine(scheduler, runner, group, watch(group) if config.watch else None)
     return Built(engine, runs, compiled, num_pages * page_size, max_length)

@@ -67,7 +67,7 @@ class LLM:
         max_length: int | None = None,
         cache_tokens: int | None = None,
         page_size: int = 16,
-        max_step_tokens: int = 2048,
+        max_step_tokens: int | None = None,
         compile: bool = True,
     ) -> None:
         """Load this rank's part of the checkpoint at `path` and compile it.
@@ -83,7 +83,8 @@ class LLM:
                 fit: on a GPU all that is left, on the CPU at most 1 GiB a rank. No text can be longer.
             page_size: tokens of a page of the cache, a power of two, on a GPU from 8. Prompts share whole pages only.
             max_step_tokens: how many tokens a step computes at most, but at least one of each completion. Longer
-                prompts are computed in chunks, among the tokens of the completions that run already.
+                prompts are computed in chunks, among the tokens of the completions that run already. None: 8192 on a
+                GPU, 2048 on the CPU.
             compile: False runs the model as it is written.
 
         Raises `CheckpointError`, `UnsupportedModelError`, `GroupError` or `ConfigError`.

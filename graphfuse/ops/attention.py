@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphfuse.errors import ArgumentError
-from graphfuse.ops.layout import check_ragged, read_pages, split, starts_of, write_entries, write_rows
+from graphfuse.ops.layout import check_ragged, read_pages, split, starts_of, write_pair, write_rows
 from graphfuse.ops.sinks import attend
-from graphfuse.ops.varlen import gather_slots, page_slots, varlen_attention
+from graphfuse.ops.varlen import gather_slots, slots_of_step, varlen_attention
 
 
 @torch.library.custom_op("graphfuse::attention", mutates_args=())
@@ -72,8 +72,7 @@ def attention(
     if entries is not None and pages is not None and spans is not None:
         if k_cache is None or v_cache is None:
             raise ArgumentError("A ragged call reads and writes caches. Pass k_cache and v_cache.")
-        write_entries(k_cache, entries, k[0])
-        write_entries(v_cache, entries, v[0])
+        write_pair((k_cache, v_cache), entries, (k[0], v[0]))
         attended = _of_pages(q[0], positions[0], k_cache, v_cache, scale, sliding_window, sinks, pages, spans)
         return attended[None]
     length = positions.shape[1]
@@ -116,18 +115,19 @@ def _of_pages(
 ) -> Tensor:
     """A ragged call, its keys and values in the caches already: `[T, Hq, D]` for q `[T, Hq, D]`, positions `[T]`."""
     num_single, longer = split(len(q), spans)
-    out = torch.empty_like(q)
+    if not longer:
+        return _one_token_each(q, k_cache, v_cache, pages, positions, scale, window, sinks).contiguous()
+    out = q.new_empty(q.shape)
     if num_single:
         one = slice(0, num_single)
         out[one] = _one_token_each(q[one], k_cache, v_cache, pages[one], positions[one], scale, window, sinks)
-    if longer:
-        starts = starts_of(tuple(longer), q.device)
-        slots = page_slots(pages[num_single:], starts.key_lengths, k_cache.shape[1], starts.num_keys)
-        keys, values = gather_slots(k_cache, slots), gather_slots(v_cache, slots)
-        out[num_single:] = varlen_attention(
-            q[num_single:], keys, values, starts.queries, starts.keys, starts.max_query, starts.max_key, scale, window,
-            sinks,
-        )  # fmt: skip
+    starts = starts_of(tuple(longer), q.device)
+    slots = slots_of_step(pages, num_single, starts, k_cache.shape[1])
+    keys, values = gather_slots(k_cache, slots), gather_slots(v_cache, slots)
+    out[num_single:] = varlen_attention(
+        q[num_single:], keys, values, starts.queries, starts.keys, starts.max_query, starts.max_key, scale, window,
+        sinks,
+    )  # fmt: skip
     return out
 
 

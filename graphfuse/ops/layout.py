@@ -108,6 +108,17 @@ def write_entries(cache: Tensor, entries: Tensor, values: Tensor) -> None:
     cache.flatten(0, 1).index_put_((entries,), values)
 
 
+def write_pair(caches: tuple[Tensor, Tensor], entries: Tensor, values: tuple[Tensor, Tensor]) -> None:
+    """The same for two caches, on a GPU in one launch."""
+    if entries.is_cuda and all(cache.is_contiguous() for cache in caches):
+        from graphfuse.kernels.paged_write import paged_write  # not above: Triton is published for Linux only
+
+        paged_write(*values, entries, *caches)
+        return
+    for cache, its in zip(caches, values, strict=True):
+        write_entries(cache, entries, its)
+
+
 def write_rows(values: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
     """Put values `[B, S, ...]` at their positions of a cache `[max_batch, max_len, ...]`; return this batch's rows."""
     batch, length = positions.shape

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from graphfuse.errors import ArgumentError
 from graphfuse.ops.attention import dot_product_attention, is_plain_causal
-from graphfuse.ops.layout import check_ragged, read_pages, split, starts_of, write_entries, write_rows
+from graphfuse.ops.layout import check_ragged, read_pages, split, starts_of, write_pair, write_rows
 from graphfuse.ops.select_tokens import check_selected, gather_selected, longest, selected_mask, wide_bmm
-from graphfuse.ops.varlen import gather_slots, page_slots, varlen_attention
+from graphfuse.ops.varlen import gather_slots, slots_of_step, varlen_attention
 
 
 @torch.library.custom_op("graphfuse::mla_attention", mutates_args=())
@@ -80,8 +80,7 @@ def mla_attention(
     if entries is not None and pages is not None and spans is not None:
         if latent_cache is None or k_rope_cache is None:
             raise ArgumentError("A ragged call reads and writes caches. Pass latent_cache and k_rope_cache.")
-        write_entries(latent_cache, entries, latent[0])
-        write_entries(k_rope_cache, entries, k_rope[0])
+        write_pair((latent_cache, k_rope_cache), entries, (latent[0], k_rope[0]))
         return _of_pages(
             q_nope[0], q_rope[0], kv_up, positions[0], latent_cache, k_rope_cache, scale, pages, spans, value_size,
             None if selected is None else selected[0],
@@ -133,6 +132,9 @@ def _of_pages(
     """A ragged call, its latents in the caches already: `[T, H, V]` for queries `[T, H, ...]`, positions `[T]` and a
     selection `[T, K]`."""
     num_single, longer = split(len(q_nope), spans)
+    if not longer:
+        where = (latent_cache, k_rope_cache, pages, positions, scale)
+        return _one_token_each(q_nope, q_rope, kv_up, *where, selected).contiguous()
     out = q_nope.new_empty(*q_nope.shape[:2], value_size)
     if num_single:
         one = slice(0, num_single)
@@ -145,9 +147,9 @@ def _of_pages(
             latent, k_rope = (read_pages(cache, its_pages, span.end) for cache in (latent_cache, k_rope_cache))
             mask = selected_mask(selected[here][None], span.end)
             out[here] = _expanded(q_nope[here][None], q_rope[here][None], latent, k_rope, kv_up, mask, scale)[0]
-    elif longer:
+    else:
         starts = starts_of(tuple(longer), q_nope.device)
-        slots = page_slots(pages[num_single:], starts.key_lengths, latent_cache.shape[1], starts.num_keys)
+        slots = slots_of_step(pages, num_single, starts, latent_cache.shape[1])
         keys, values = _keys_values(
             gather_slots(latent_cache, slots), gather_slots(k_rope_cache, slots), kv_up, *q_nope.shape[1:]
         )

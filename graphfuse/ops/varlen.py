@@ -26,6 +26,7 @@ from torch import Tensor
 
 from graphfuse.errors import ArgumentError
 from graphfuse.ops import sinks as sink_attention
+from graphfuse.ops.layout import Starts
 
 
 def gather_pages(cache: Tensor, pages: Tensor, key_lengths: Tensor, total: int | None = None) -> Tensor:
@@ -53,6 +54,22 @@ def page_slots(pages: Tensor, key_lengths: Tensor, page_size: int, total: int | 
     rows = torch.arange(len(pages), device=pages.device).repeat_interleave(key_lengths, output_size=total)  # [L]
     position = torch.arange(total, device=pages.device) - (ends - key_lengths)[rows]
     return pages[rows, position // page_size] * page_size + position % page_size
+
+
+def slots_of_step(pages: Tensor, first: int, starts: Starts, page_size: int) -> Tensor:
+    """`[L]` int64: `page_slots` of the sequences from `first` on. All layers of a step ask for the same; it is made for
+    the first of them, and kept until another step's are."""
+    global _last
+    key = None if pages.is_inference() else (pages._version, first, page_size)
+    last = _last
+    if key is not None and last is not None and last[0] is pages and last[1] is starts and last[2] == key:
+        return last[3]
+    slots = page_slots(pages[first:], starts.key_lengths, page_size, starts.num_keys)
+    _last = None if key is None else (pages, starts, key, slots)
+    return slots
+
+
+_last: tuple[Tensor, Starts, tuple[int, int, int], Tensor] | None = None
 
 
 def varlen_attention(

@@ -143,7 +143,9 @@ class _Bench:
                 yield
 
     def close(self) -> None:
+        """Also frees CUDA graphs: NCCL waits for those that hold its calls when a group is destroyed."""
         for built in self._engines.values():
+            built.engine.close()
             if built.compiled is not None:
                 built.compiled.close()
 

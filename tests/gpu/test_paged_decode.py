@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from graphfuse.kernels.paged_decode import paged_decode
 from graphfuse.kernels.paged_latent_decode import paged_latent_decode
+from graphfuse.kernels.paged_write import paged_write
 from tests.kernels.paged import exact, exact_latent, paged
 
 pytestmark = pytest.mark.gpu
@@ -178,3 +179,17 @@ def test_caches_of_more_than_two_to_the_31_numbers():
     q = torch.randn(2, 16, 128, dtype=BF16, device="cuda")
     got = paged_decode(q, *caches, where.pages, where.positions, 0.1)
     torch.testing.assert_close(got.double(), exact(q, *caches, where, 0.1), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 8192])
+@pytest.mark.parametrize(("a_shape", "b_shape"), [((4, 128), (4, 128)), ((512,), (64,)), ((8, 80), (8, 80))])
+def test_rows_are_written_to_their_entries(tokens, a_shape, b_shape):
+    entries = torch.randperm(1000 * 16, device="cuda")[:tokens]
+    a = torch.randn(tokens, 3, *a_shape, device="cuda").bfloat16()[:, 1]
+    b = torch.randn(tokens, *b_shape, device="cuda").bfloat16()
+    caches = [a.new_zeros(1000, 16, *shape) for shape in (a_shape, b_shape)]
+    wanted = [cache.clone() for cache in caches]
+    for want, x in zip(wanted, (a, b), strict=True):
+        want.flatten(0, 1)[entries] = x
+    paged_write(a, b, entries, *caches)
+    assert all(torch.equal(cache, want) for cache, want in zip(caches, wanted, strict=True))

@@ -46,7 +46,7 @@ def test_tokens_equal_those_of_the_cpu(dtype):
         expected = cpu(logits, SLOTS, [step] * 5, uniforms_for(step), mask)
         actual = gpu(logits.cuda(), SLOTS, [step] * 5, uniforms_for(step).cuda(), None if mask is None else mask.cuda())
         assert actual.tokens.tolist() == expected.tokens.tolist()
-        torch.testing.assert_close(actual.logprob.cpu(), expected.logprob)
+        torch.testing.assert_close(actual.logprob.cpu(), expected.logprob, atol=1e-4, rtol=1e-4)  # sums of V terms
 
 
 def test_candidates_are_found_as_on_the_cpu():

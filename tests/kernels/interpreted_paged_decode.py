@@ -11,6 +11,7 @@ from graphfuse.errors import ArgumentError
 from graphfuse.kernels import paged_decode as module
 from graphfuse.kernels.paged_decode import paged_decode
 from graphfuse.kernels.paged_split import MOST_SPLITS, most_splits, split_tokens
+from graphfuse.kernels.paged_write import paged_write
 from tests.kernels.interpreter_as_gpus import arithmetic_of_gpus
 from tests.kernels.paged import exact, paged
 
@@ -189,3 +190,19 @@ def test_caches_that_cannot_be_read_are_refused():
     k = torch.zeros(1, 16, 16, 2).transpose(2, 3)
     with pytest.raises(ArgumentError, match="adjacent"):
         paged_decode(q, k, k, pages, positions, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("a_shape", "b_shape"), [((2, 16), (2, 16)), ((3, 80), (1, 7)), ((512,), (64,)), ((2100,), (1,))]
+)
+def test_rows_are_written_to_their_entries_and_nowhere_else(a_shape, b_shape):
+    entries = torch.tensor([17, 3, 40])
+    wide = torch.randn(3, 2, *a_shape).bfloat16()
+    a, b = wide[:, 1], torch.randn(*b_shape, 3).movedim(-1, 0)  # rows apart, and columns apart
+    caches = [torch.zeros(3, 16, *shape, dtype=x.dtype) for shape, x in ((a_shape, a), (b_shape, b))]
+    wanted = [cache.clone() for cache in caches]
+    for want, x in zip(wanted, (a, b), strict=True):
+        want.flatten(0, 1)[entries] = x
+    paged_write(a, b, entries, *caches)
+    assert all(torch.equal(cache, want) for cache, want in zip(caches, wanted, strict=True))
+    paged_write(a[:0], b[:0], entries[:0], *caches)

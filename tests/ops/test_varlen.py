@@ -9,7 +9,8 @@ import torch
 
 from graphfuse.errors import ArgumentError
 from graphfuse.ops import varlen
-from graphfuse.ops.varlen import gather_pages, gather_slots, page_slots, varlen_attention, why_plain
+from graphfuse.ops.layout import Span, starts_of
+from graphfuse.ops.varlen import gather_pages, gather_slots, page_slots, slots_of_step, varlen_attention, why_plain
 from tests.kernels.paged import NOWHERE, paged
 
 LENGTHS = [(3, 3), (1, 9), (0, 4), (5, 12), (0, 0), (7, 7)]  # queries, keys
@@ -164,3 +165,22 @@ def test_pages_are_gathered_in_order(page_size, total):
     slots = page_slots(where.pages, counts, page_size)
     assert torch.equal(gather_slots(cache[..., 0], slots), want[..., 0])
     assert gather_pages(cache, where.pages[:0], counts[:0]).shape == (0, 2, 3)
+
+
+def test_the_layers_of_a_step_share_slots_and_other_steps_have_their_own():
+    pages = torch.tensor([[9, 9], [1, 2], [3, 4]])
+    starts = starts_of((Span(1, 1, 3, 2), Span(2, 4, 2, 4)), pages.device)
+    slots = slots_of_step(pages, 1, starts, 4)
+    assert slots.tolist() == [4, 5, 6, 7, 8, 12, 13, 14, 15, 16, 17]
+    assert slots_of_step(pages, 1, starts, 4) is slots
+    assert torch.equal(slots_of_step(pages.clone(), 1, starts, 4), slots)
+    pages[1, 0] = 5  # the same tensor for the next step
+    assert slots_of_step(pages, 1, starts, 4).tolist()[:4] == [20, 21, 22, 23]
+    assert slots_of_step(pages, 1, starts, 8).tolist()[:4] == [40, 41, 42, 43]
+    longer = starts_of((Span(1, 1, 3, 3), Span(2, 4, 2, 4)), pages.device)
+    assert len(slots_of_step(pages, 1, longer, 4)) == 12
+    with torch.inference_mode():
+        unseen = torch.tensor([[9, 9], [1, 2], [3, 4]])
+        first = slots_of_step(unseen, 1, starts, 4)
+        unseen[1, 0] = 5
+        assert first[0] == 4 and slots_of_step(unseen, 1, starts, 4)[0] == 20
