@@ -23,7 +23,10 @@ FOUND = "graphfuse_moe_config"
 """Metadata of a lowered node: the files that its launch parameters come from, and notes on them."""
 
 RULES = ("match_grouped_experts", "lower_moe")
-"""The rules that layers of experts are the business of, and reductions are not."""
+"""The rules that decide what becomes of a layer of experts."""
+
+ROUTE = "route_experts"
+"""The rule about how experts are chosen: no reason for what becomes of a layer of them, or of a reduction."""
 
 _WEIGHTS = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
 
