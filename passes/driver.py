@@ -21,8 +21,8 @@ from torch.fx import GraphModule, Node
 from graphfuse.config import FuseConfig
 from graphfuse.errors import GraphfuseError, RuleError, UnknownRuleError
 from graphfuse.passes.dump import Dump
+from graphfuse.passes.expert_layers import ROUTE, expert_layers
 from graphfuse.passes.expert_layers import RULES as EXPERT_RULES
-from graphfuse.passes.expert_layers import expert_layers
 from graphfuse.passes.graph_reading import aten, is_call, module_path
 from graphfuse.passes.reductions import reductions
 from graphfuse.passes.rule import Context, Decline, Rule, Site, Tier
@@ -95,7 +95,7 @@ def run_passes(
                 fate.declines.append(DeclineReport("group", why))
             rules = [rule for rule in rules if not rule.needs_group]
     for fate in fates:
-        fate.declines += [switch for switch in switches if switch.rule not in EXPERT_RULES]
+        fate.declines += [switch for switch in switches if switch.rule not in (*EXPERT_RULES, ROUTE)]
 
     for rule in rules:
         started, matches, declines = time.perf_counter(), 0, 0

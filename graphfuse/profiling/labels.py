@@ -75,7 +75,7 @@ _REDUCTIONS = re.compile(r"_c10d_functional\.|c10d\.|(\w+\.)?all_reduce\w*$|(\w+
 _ATTENTION_OPS = re.compile(
     r"graphfuse\.(attention|mla|latent_attention|gated_delta|causal_conv)|aten\._?(scaled_dot_product|softmax|flash|efficient)"
 )
-_EXPERT_OPS = re.compile(r"graphfuse\.moe_experts|aten\._?grouped_mm|aten\._scaled_grouped_mm")
+_EXPERT_OPS = re.compile(r"graphfuse\.(moe|route)_experts|aten\._?grouped_mm|aten\._scaled_grouped_mm")
 _PRODUCTS = re.compile(r"aten\.(mm|addmm|linear|_scaled_mm|_int_mm)$|graphfuse\.(quantise_fp8|fp8_linear)")
 _NORM_OPS = re.compile(r"aten\.(_fused_rms_norm|rms_norm|native_layer_norm|layer_norm)$")
 _SAMPLING_OPS = re.compile(r"aten\.(argmax|multinomial)$")

@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-from graphfuse.ops import attention, causal_conv, fused_all_reduce, gated_delta, mla, moe, select_tokens  # noqa: F401  (register)
+from graphfuse.ops import (  # noqa: F401  (register)
+    attention,
+    causal_conv,
+    fused_all_reduce,
+    gated_delta,
+    mla,
+    moe,
+    route_experts,
+    select_tokens,
+)
 from graphfuse.passes.graph_reading import aten
 from graphfuse.passes.placement.call import Call, Operand, all_replicated, ignorance, partials
 from graphfuse.passes.placement.collectives import reduced
@@ -166,6 +175,18 @@ def experts(call: Call) -> Outcome:
     return PARTIAL
 
 
+def choice_of_experts(call: Call) -> Outcome:
+    """Each row chooses for itself among all experts: whole, or divided by tokens."""
+    logits, bias = call.operand("logits"), call.operands(("bias",))
+    no_partial(call, [logits, *bias])
+    unknown = ignorance([logits, *bias])
+    if unknown is not None:
+        return unknown
+    if not all_replicated(bias) or logits.placement not in (REPLICATED, Shard(0)):
+        return Unknown("experts are chosen by a shard of what scores them")
+    return (logits.placement,) * 2
+
+
 graphfuse = torch.ops.graphfuse
 REDUCING = frozenset(
     {
@@ -182,6 +203,7 @@ RULES: dict[Any, Any] = {
     graphfuse.causal_conv.default: convolution,
     graphfuse.gated_delta.default: delta_rule,
     graphfuse.moe_experts.default: experts,
+    graphfuse.route_experts.default: choice_of_experts,
     **dict.fromkeys(
         (
             aten._scaled_dot_product_flash_attention.default,
