@@ -23,11 +23,11 @@ def different(num_tokens, num_experts, dtype=torch.float32):
 
 
 FORMULAS = {
-    "softmax": dict(scoring="softmax"),
-    "normalised": dict(scoring="softmax", normalise=True),
-    "sigmoid": dict(scoring="sigmoid", normalise=True, eps=1e-20, scale=2.5),
-    "eps that counts": dict(scoring="sigmoid", normalise=True, eps=0.5),
-    "chosen": dict(scoring="chosen_softmax"),
+    "softmax": {"scoring": "softmax"},
+    "normalised": {"scoring": "softmax", "normalise": True},
+    "sigmoid": {"scoring": "sigmoid", "normalise": True, "eps": 1e-20, "scale": 2.5},
+    "eps that counts": {"scoring": "sigmoid", "normalise": True, "eps": 0.5},
+    "chosen": {"scoring": "chosen_softmax"},
 }
 
 
@@ -82,7 +82,7 @@ def test_rows_that_are_not_finite_have_different_ids_of_experts_and_leave_others
     logits[7] = torch.tensor([-NAN, INF, -INF, 0.0, NAN, 1.0])
     bias = torch.zeros(6) if biased else None
     (weights, ids), want = both(logits, 5, bias, scoring=scoring, normalise=scoring == "sigmoid")
-    assert all(sorted(set(row)) == sorted(row) and 0 <= min(row) and max(row) < 6 for row in ids.tolist())
+    assert all(sorted(set(row)) == sorted(row) and min(row) >= 0 and max(row) < 6 for row in ids.tolist())
     for row in (0, 6):
         check((weights[row], ids[row]), (want[0][row], want[1][row]))
     assert torch.equal(weights.isnan(), want[0].isnan())
