@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import Graph, GraphModule, Node
 
 from graphfuse.module_paths import plain_path
+from graphfuse.passes.graph_reading import HELD
 from graphfuse.passes.groups import Groups
 from graphfuse.passes.placement.lattice import PARTIAL, REPLICATED, Partial, Placement, Shard, Unknown
 from graphfuse.passes.verify_placements import PLACEMENT, SOURCE
@@ -40,6 +41,8 @@ class Source:
 
     name: str
     placement: Placement | None
+    is_held: bool = False
+    """A parameter or a buffer of the model."""
 
 
 class InputPlacements:
@@ -57,22 +60,28 @@ class InputPlacements:
         return [self._source(node, groups, is_told) for node in nodes]
 
     def _source(self, node: Node, groups: Groups, is_told: bool) -> Source:
-        argument, indices, path = self._place(_source_text(node))
+        text = _source_text(node)
+        argument, indices, path = self._place(text)
         name = (argument or path) + "".join(f"[{i}]" for i in indices)
+        return Source(name, self._placement(node, groups, is_told, argument, indices, path), bool(_HELD.search(text)))
+
+    def _placement(
+        self, node: Node, groups: Groups, is_told: bool, argument: str | None, indices: tuple[int, ...], path: str
+    ) -> Placement | None:
         example = _example(node)
         if isinstance(example, DTensor):
-            return Source(name, _of_dtensor(example, groups))
+            return _of_dtensor(example, groups)
         if not is_told:
-            return Source(name, None)
+            return None
         declared = self._declared
         if declared is None or (argument is not None and argument not in declared):
-            return Source(name, REPLICATED)
+            return REPLICATED
         if (argument or path) not in declared:
-            return Source(name, Unknown("the model's placements() does not name it"))
+            return Unknown("the model's placements() does not name it")
         dim = declared[argument or path]
         for index in indices:
             dim = dim[index] if isinstance(dim, Sequence) else dim
-        return Source(name, REPLICATED if dim is None else PARTIAL if dim == "sum" else Shard(dim))
+        return REPLICATED if dim is None else PARTIAL if dim == "sum" else Shard(dim)
 
     def _place(self, source: str) -> tuple[str | None, tuple[int, ...], str]:
         """The argument a source is, or is a part of, if it is one, and which part; else its path in the model."""
@@ -130,6 +139,7 @@ def name_inputs(graph: Graph, sources: list[Source]) -> None:
         index = _dynamo_index(node) if node.op == "placeholder" else None
         if index is not None and index < len(sources):
             node.meta[SOURCE] = sources[index].name
+            node.meta[HELD] = sources[index].is_held
             if sources[index].placement is not None:
                 node.meta[PLACEMENT] = sources[index].placement
 

@@ -35,6 +35,9 @@ VIEWS = frozenset(
 )
 CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype})
 SCALES = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default})
+HELD = "graphfuse_is_held"
+"""In the meta of a graph's input: whether it is a parameter or a buffer of the model, which no kernel writes to."""
+
 COPIES = frozenset({aten.copy.default})  # aten.copy_ writes to an input of the graph: a true reader
 
 
@@ -152,6 +155,9 @@ def is_parameter(node: object) -> bool:
     return isinstance(node, Node) and node.op in ("placeholder", "get_attr")
 
 
+_OURS = ("graphfuse.moe_experts", "graphfuse.fp8_linear", "graphfuse.linear")
+
+
 def is_fresh_and_unshared(node: Node, reader: Node) -> bool:
     """Whether a value is memory of its own, made by a matrix product or an expert layer, that `reader` alone reads.
 
@@ -159,7 +165,7 @@ def is_fresh_and_unshared(node: Node, reader: Node) -> bool:
     """
     while set(node.users) == {reader} and is_call(node, *VIEWS) and isinstance(node.args[0], Node):
         node, reader = node.args[0], node
-    ours = node.op == "call_function" and str(node.target).startswith(("graphfuse.moe_experts", "graphfuse.fp8_linear"))
+    ours = node.op == "call_function" and str(node.target).startswith(_OURS)
     return set(node.users) == {reader} and (
         ours or is_call(node, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
     )

@@ -73,10 +73,10 @@ def _op_name(node: Node) -> str:
 
 _REDUCTIONS = re.compile(r"_c10d_functional\.|c10d\.|(\w+\.)?all_reduce\w*$|(\w+\.)?reduce_scatter\w*$")
 _ATTENTION_OPS = re.compile(
-    r"graphfuse\.(attention|mla|latent_attention|gated_delta|causal_conv)|aten\._?(scaled_dot_product|softmax|flash|efficient)"
+    r"graphfuse\.(attention|norm_rotary|mla|latent_attention|gated_delta|causal_conv)|aten\._?(scaled_dot_product|softmax|flash|efficient)"
 )
 _EXPERT_OPS = re.compile(r"graphfuse\.(moe|route)_experts|aten\._?grouped_mm|aten\._scaled_grouped_mm")
-_PRODUCTS = re.compile(r"aten\.(mm|addmm|linear|_scaled_mm|_int_mm)$|graphfuse\.(quantise_fp8|fp8_linear)")
+_PRODUCTS = re.compile(r"aten\.(mm|addmm|linear|_scaled_mm|_int_mm)$|graphfuse\.(linear$|quantise_fp8|fp8_linear)")
 _NORM_OPS = re.compile(r"aten\.(_fused_rms_norm|rms_norm|native_layer_norm|layer_norm)$")
 _SAMPLING_OPS = re.compile(r"aten\.(argmax|multinomial)$")
 _NORM_PATH = re.compile(r"norm|^ln_?\w*$|layernorm")

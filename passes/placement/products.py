@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphfuse.ops import linear as _linear_op
 from graphfuse.passes.graph_reading import aten
 from graphfuse.passes.placement.call import Call, Operand, all_replicated, ignorance, is_one, partials
 from graphfuse.passes.placement.lattice import (
@@ -149,6 +150,7 @@ def convolution(call: Call) -> Outcome:
 
 
 RULES = {
+    _linear_op.OP: linear,
     aten.mm.default: mm,
     aten.bmm.default: bmm,
     aten.mv.default: mv,

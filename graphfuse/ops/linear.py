@@ -1,0 +1,57 @@
+"""A linear layer as one op, `graphfuse::linear`, which takes another kernel for few rows than for many.
+
+Registered by hand, since `torch.library.custom_op` would add its checks of aliasing and gradients, several times what
+the op itself costs the host, to every call of every layer.
+
+Legend: M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SKINNY_DTYPES = (torch.bfloat16, torch.float16)
+MOST_SKINNY_ROWS = 16
+MOST_SKINNY_BYTES = 64 << 20
+"""Of weights: where reading them takes that long, torch's kernels read them as fast."""
+
+_LIBRARY = torch.library.Library("graphfuse", "FRAGMENT")
+_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`[M, N]`: x `[M, K]` times the transpose of weight `[N, K]`, plus bias `[N]`; all of one dtype.
+
+    On CUDA, up to 16 rows of 16-bit floats take `graphfuse.kernels.skinny_product`, which reads the weights while the
+    kernel before it still runs: they must not be written to on the way. All else is torch's product.
+    """
+    if x.is_cuda and x.shape[0] <= MOST_SKINNY_ROWS and why_not_skinny(weight) is None:
+        from graphfuse.kernels.skinny_product import skinny_product  # not above: Triton is published for Linux only
+
+        return skinny_product(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def why_not_skinny(weight: Tensor) -> str | None:
+    """Why no number of rows is served by the kernel for few; None if some are."""
+    if weight.dtype not in SKINNY_DTYPES:
+        return f"the weights are {str(weight.dtype).removeprefix('torch.')}; the kernel serves bfloat16 and float16"
+    if not weight.is_contiguous():
+        return "the weights are not contiguous"
+    num_outputs, num_inputs = weight.shape
+    if num_inputs % 16 or not num_outputs:
+        return f"{num_inputs} inputs are no whole number of 16"
+    if weight.numel() * weight.element_size() > MOST_SKINNY_BYTES:
+        return "the weights are so large that torch's kernels read them as fast"
+    return None
+
+
+_LIBRARY.impl("linear", linear, "CompositeExplicitAutograd")
+OP = torch.ops.graphfuse.linear.default
+
+
+@torch.library.register_fake("graphfuse::linear")
+def _(x, weight, bias=None):
+    return x.new_empty(x.shape[0], weight.shape[0])
