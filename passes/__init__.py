@@ -10,9 +10,10 @@ if TYPE_CHECKING:
 
 def default_rules() -> list[Rule]:
     """The built-in rules in order: what makes one op of a layer's experts, and one reduction of two, then fusions, the
-    longer pattern first, then the kernels of experts, and of the choice of
-    experts."""
+    longer pattern first, then the kernels of experts, of their choice, and of what stands
+    before attention."""
     from graphfuse.passes.fuse_add_rms_norm import FUSE_ADD_RMS_NORM
+    from graphfuse.passes.fuse_norm_rotary import FUSE_NORM_ROTARY
     from graphfuse.passes.fuse_quantised_norm import FUSE_QUANTISED_NORM
     from graphfuse.passes.fuse_rms_norm import FUSE_RMS_NORM
     from graphfuse.passes.lower_moe import LOWER_MOE
@@ -23,4 +24,5 @@ def default_rules() -> list[Rule]:
     return [
         MATCH_GROUPED_EXPERTS, MERGE_REDUCTIONS, FUSE_QUANTISED_NORM, FUSE_ADD_RMS_NORM, FUSE_RMS_NORM, LOWER_MOE,
         ROUTE_EXPERTS,
+        FUSE_NORM_ROTARY,
     ]  # fmt: skip

@@ -23,6 +23,7 @@ from graphfuse.errors import GraphfuseError, RuleError, UnknownRuleError
 from graphfuse.passes.dump import Dump
 from graphfuse.passes.expert_layers import ROUTE, expert_layers
 from graphfuse.passes.expert_layers import RULES as EXPERT_RULES
+from graphfuse.passes.fuse_norm_rotary import NAME as NORM_ROTARY
 from graphfuse.passes.graph_reading import aten, is_call, module_path
 from graphfuse.passes.reductions import reductions
 from graphfuse.passes.rule import Context, Decline, Rule, Site, Tier
@@ -95,7 +96,7 @@ def run_passes(
                 fate.declines.append(DeclineReport("group", why))
             rules = [rule for rule in rules if not rule.needs_group]
     for fate in fates:
-        fate.declines += [switch for switch in switches if switch.rule not in (*EXPERT_RULES, ROUTE)]
+        fate.declines += [switch for switch in switches if switch.rule not in (*EXPERT_RULES, ROUTE, NORM_ROTARY)]
 
     for rule in rules:
         started, matches, declines = time.perf_counter(), 0, 0

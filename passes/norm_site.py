@@ -14,7 +14,7 @@ from graphfuse.passes.reductions import Reduction
 from graphfuse.passes.rms_norm import RMSNorm, find_rms_norm
 from graphfuse.passes.rule import Decline
 
-_PLACE = ("nn_module_stack", "stack_trace", "graphfuse_path")
+PLACE = ("nn_module_stack", "stack_trace", "graphfuse_path")
 """What a new node takes over from the one it replaces: where it stands, and nothing about its arguments."""
 
 
@@ -58,7 +58,7 @@ def emit(
 ) -> list[Node]:
     """Insert a fused op before `origin`. Its first two results are shaped like `example`, others like `more`. The first
     takes the place of the norm's output, the others are returned."""
-    place = {key: origin.meta[key] for key in _PLACE if key in origin.meta}
+    place = {key: origin.meta[key] for key in PLACE if key in origin.meta}
     contiguous = torch.empty_like(example, memory_format=torch.contiguous_format)
     fakes = (contiguous, torch.empty_like(contiguous), *more)
     if norm.weight is not None:

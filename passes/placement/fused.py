@@ -13,6 +13,7 @@ from graphfuse.ops import (  # noqa: F401  (register)
     gated_delta,
     mla,
     moe,
+    norm_rotary,
     route_experts,
     select_tokens,
 )
@@ -85,6 +86,22 @@ LAYOUT = ("entries", "pages", "states", "spans")
 
 def own_attention(call: Call) -> Outcome:
     return _with_heads_of(call, "sinks", heads(call, 2, ("q", "k", "v", "k_cache", "v_cache"), ("positions", *LAYOUT)))
+
+
+def rotation(call: Call) -> Outcome:
+    """Each head by itself: divided or whole as it comes, its norm's weight and its angles the same for all."""
+    heads, rest = call.operands(("q", "k")), call.operands(("cos", "sin", "q_weight", "k_weight"))
+    no_partial(call, [*heads, *rest])
+    unknown = ignorance(rest)
+    if unknown is None and not all_replicated(rest):
+        unknown = Unknown("heads are rotated by a shard of the angles, or weighed by one of the weight")
+    return tuple(unknown or _kept_by_heads(head.placement) for head in heads)
+
+
+def _kept_by_heads(placement: Placement) -> Placement:
+    if isinstance(placement, Unknown) or placement in (Shard(2), REPLICATED):
+        return placement
+    return Unknown(f"heads that are {placement} are rotated")
 
 
 def latent_attention(call: Call) -> Outcome:
@@ -198,6 +215,7 @@ REDUCING = frozenset(
 RULES: dict[Any, Any] = {
     **dict.fromkeys(REDUCING, fused_reduction),
     graphfuse.attention.default: own_attention,
+    graphfuse.norm_rotary.default: rotation,
     graphfuse.mla_attention.default: latent_attention,
     graphfuse.select_tokens.default: selection,
     graphfuse.causal_conv.default: convolution,
