@@ -69,6 +69,11 @@ def selection(q, k, weights):
     return (found[..., None] == torch.arange(k.shape[1])).any(2).double()
 
 
+def chosen(logits, *bias):
+    """The weights of the chosen experts."""
+    return torch.ops.graphfuse.route_experts(logits.float(), 2, "sigmoid", *(b.float() for b in bias))[0].double()
+
+
 LATENTS = ((2, 5, 7), R), ((2, 5, 2), R)
 SUMMED_LATENTS = (((2, 5, 6, 4), R), ((2, 5, 6, 2), R), ((2, 5, 7), P), ((2, 5, 2), R), ((6 * 7, 7), R))
 QUERIES, KEYS = ((2, 5, 6, 4), Shard(2)), ((2, 5, 3, 4), Shard(2))
@@ -149,6 +154,8 @@ CASES = [
     case("sparse latent attention", sparse_attention, QUERIES, ((2, 5, 6, 2), Shard(2)), *LATENTS,
          ((6 * 7, 7), Shard(0)), gives=Shard(2)),
     case("selection of tokens", selection, ((2, 5, 6, 4), R), ((2, 5, 4), R), ((2, 5, 6), R), gives=Replicated()),
+    case("choice of experts", chosen, WHOLE, gives=Replicated()),
+    case("choice of experts of this rank's tokens", chosen, ROWS, gives=Shard(0)),
     # views
     case("split into heads", lambda x: x.view(x.shape[0], -1, 2), X, gives=Shard(1)),
     case("heads behind tokens", lambda x: x.view(2, 3, -1, 2).transpose(1, 2), X, gives=Shard(1)),
@@ -257,6 +264,7 @@ VIOLATIONS = [
     violation(Kind.NON_LINEAR, "sinks", lambda q, s: own_attention(q, q, q, s), ((2, 5, 6, 4), R), ((6,), P)),
     violation(Kind.NON_LINEAR, "latents", latent_attention, *SUMMED_LATENTS),
     violation(Kind.NON_LINEAR, "selected by a sum", selection, ((2, 5, 6, 4), R), ((2, 5, 4), P), ((2, 5, 6), R)),
+    violation(Kind.NON_LINEAR, "experts chosen by a sum", chosen, SUMMAND),
     violation(Kind.NON_LINEAR, "scaled maximum", lambda x: x * 2, ((6, 12), Partial("max"))),
     violation(Kind.NON_LINEAR, "rounded to FP8", lambda x: rounded(x, "token"), SUMMAND),
     violation(Kind.RESIDUAL, "residual", torch.add, SUMMAND, WHOLE),
@@ -302,6 +310,8 @@ def test_what_is_not_linear_in_a_partial_sum_is_a_fault(kind, forward, inputs):
         (latent_attention, (QUERIES, ((2, 5, 6, 2), Shard(2)), *LATENTS, ((6 * 7, 7), R)), "but kv_up replicated"),
         (latent_attention, (QUERIES, ((2, 5, 6, 2), R), *LATENTS, ((6 * 7, 7), Shard(0))), "not all divided by heads"),
         (selection, (QUERIES, ((2, 5, 4), R), ((2, 5, 6), Shard(2))), "tokens are selected by a shard"),
+        (chosen, (X,), "experts are chosen by a shard"),
+        (chosen, (WHOLE, ((12,), Shard(0))), "experts are chosen by a shard"),
         (lambda x: x[:, 0], (X,), "a part of a sharded dimension is taken"),
         (lambda x: torch.linalg.inv(x[:, :6]), (X,), "there is no rule for"),
         (lambda x: x * torch.rand(6, 12), (WHOLE,), "there is no rule for rand"),
