@@ -1,16 +1,9 @@
-"""One step on the device: the parts of a step become tensors, the model runs, and the next tokens are sampled.
-
-Everything the host says goes to the device in one copy. The token that a sequence samples in one step is the input of
-the next one; it is taken from where it was sampled, so that a step can be launched before the host has read it.
-
-T tokens of R sequences, N pages each at most.
-"""
+"""One step on the device: the parts of a step become inputs, the model runs, and the next tokens are sampled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,25 +12,10 @@ from torch import Tensor
 
 from graphfuse.generation.completion import TokenLogprob
 from graphfuse.generation.decode_graphs import DecodeGraphs
+from graphfuse.generation.inputs import HostInputs, Inputs, spans_of, to_device
 from graphfuse.generation.sampler import Sampled, Sampler, Uniforms
 from graphfuse.generation.scheduler import Part
 from graphfuse.generation.sequence import Sequence as Running
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Arguments of the model's ragged call, on the device but for spans (see `graphfuse.ops.layout.Layout`)."""
-
-    input_ids: Tensor
-    positions: Tensor
-    last_token: Tensor
-    entries: Tensor
-    pages: Tensor
-    states: Tensor
-    spans: Tensor
-
-    def arguments(self, kv_caches: Any) -> dict[str, Any]:
-        return {**vars(self), "kv_caches": kv_caches}
 
 
 class Launched:
@@ -97,23 +75,25 @@ class Runner:
         self._pages = np.zeros((max_batch_size + 1, -(-max_length // page_size)), dtype=np.int64)
         self._owners: list[list[int] | None] = [None] * (max_batch_size + 1)
         self._num_pages = [0] * (max_batch_size + 1)
-        self._graphs = DecodeGraphs(self._forward, max_batch_size) if graphs and device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._graphs = DecodeGraphs(self._forward, max_batch_size, device) if graphs and on_gpu else None
 
     def launch(self, parts: Sequence[Part], previous: Launched | None) -> Launched:
         """Start a step. `previous` is the one under way, if there is one: what it samples may be this one's input."""
         with current_device(self._device):
             for part in parts:
                 self._note_pages(part.sequence)
-            inputs = self._inputs(parts, previous)
-            one_each = len(inputs.input_ids) == len(parts)
-            logits = self._graphs(inputs) if one_each and self._graphs is not None else self._forward(inputs)
+            inputs, sampled = self._inputs(parts, previous), None if previous is None else previous.tokens
+            if len(inputs.input_ids) == len(parts) and self._graphs is not None:
+                logits = self._graphs(inputs, sampled)
+            else:
+                logits = self._forward(inputs.on(self._device, sampled))
             return Launched(parts, self._sample(parts, logits))
 
     def warm_up(self) -> None:
         """Trace the model by a step of padding: two sequences, five tokens, so that these are not taken for one."""
         tokens = torch.zeros(5, dtype=torch.int64, device=self._device)
-        spans = torch.tensor([[1, 0], [4, 0]])
-        torch._dynamo.mark_static(spans, 1)
+        spans = spans_of([[1, 0], [4, 0]])
         last = torch.tensor([0, 4], device=self._device)
         pages = torch.zeros(2, max(2, -(-4 // self._page_size)), dtype=torch.int64, device=self._device)
         at = torch.tensor([0, 0, 1, 2, 3], device=self._device) % self._page_size
@@ -140,7 +120,7 @@ class Runner:
             self._pages[slot, have : len(pages)] = pages[have:]
             self._num_pages[slot] = len(pages)
 
-    def _inputs(self, parts: Sequence[Part], previous: Launched | None) -> Inputs:
+    def _inputs(self, parts: Sequence[Part], previous: Launched | None) -> HostInputs:
         slots = np.array([part.sequence.slot for part in parts], dtype=np.int64)
         spans = np.array([(part.length, part.before) for part in parts], dtype=np.int64)
         ids: list[int] = []
@@ -154,35 +134,13 @@ class Runner:
                 targets.append(len(ids))
                 sources.append(previous.rows[id(part.sequence)])
                 ids.append(0)
-        rows = np.repeat(np.arange(len(parts)), spans[:, 0])
-        ends = np.cumsum(spans[:, 0])
-        positions = (
-            np.arange(len(ids)) - np.repeat(ends - spans[:, 0], spans[:, 0]) + np.repeat(spans[:, 1], spans[:, 0])
-        )
-        num_pages = max(self._num_pages[slot] for slot in slots)
-        pages = self._pages[slots, :num_pages]
+        lengths, before = spans[:, 0], spans[:, 1]
+        rows, ends = np.repeat(np.arange(len(parts)), lengths), np.cumsum(lengths)
+        positions = np.arange(len(ids)) + np.repeat(before - (ends - lengths), lengths)
+        pages = self._pages[slots, : max(self._num_pages[slot] for slot in slots)]
         entries = pages[rows, positions // self._page_size] * self._page_size + positions % self._page_size
-        fields = [
-            np.array(ids),
-            positions,
-            entries,
-            ends - 1,
-            slots,
-            np.array(targets),
-            np.array(sources),
-            pages.ravel(),
-        ]
-        sizes = [len(field) for field in fields]
-        packed = torch.from_numpy(np.concatenate(fields).astype(np.int64))
-        if self._device.type == "cuda":
-            packed = packed.pin_memory().to(self._device, non_blocking=True)
-        input_ids, at, entry, last, state, target, source, page = packed.split(sizes)
-        if targets:
-            assert previous is not None
-            input_ids.index_copy_(0, target, previous.tokens.index_select(0, source).clamp_min(0))
-        spans_tensor = torch.from_numpy(spans)
-        torch._dynamo.mark_static(spans_tensor, 1)
-        return Inputs(input_ids, at, last, entry, page.view(len(parts), num_pages), state, spans_tensor)
+        token_ids, to, of = (np.array(each, dtype=np.int64) for each in (ids, targets, sources))
+        return HostInputs(token_ids, positions, ends - 1, entries, pages, slots, spans, to, of)
 
     def _sample(self, parts: Sequence[Part], logits: Tensor) -> Sampled:
         """Parts that do not end a sequence get a token too, which nobody reads."""
@@ -194,7 +152,7 @@ class Runner:
         ]
         uniforms = None
         if any(part.samples and not part.sequence.request.params.greedy for part in parts):
-            uniforms = _to_device(torch.tensor(drawn, dtype=torch.float64), self._device)
+            uniforms = to_device(torch.tensor(drawn, dtype=torch.float64), self._device)
         return self._sampler(logits, slots, steps, uniforms, self._bitmask(parts))
 
     def _bitmask(self, parts: Sequence[Part]) -> Tensor | None:
@@ -205,16 +163,12 @@ class Runner:
         mask = torch.full((len(parts), -(-self._vocab_size // 32)), -1, dtype=torch.int32)
         for row, sequence in guided:
             sequence.guide.fill(mask[row])
-        return _to_device(mask, self._device)
+        return to_device(mask, self._device)
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
     """While open, a GPU is the current one: kernels and events go to that, wherever their tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _to_host(tensor: Any) -> Any:

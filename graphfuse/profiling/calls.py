@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
-from graphfuse.generation.runner import Inputs, Runner
+from graphfuse.generation.inputs import Inputs
+from graphfuse.generation.runner import Runner
 from graphfuse.models.causal_lm import CausalLM
 from graphfuse.profiling.labels import SAMPLER
 from graphfuse.weights.load import load

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphfuse.generation import LLM, SamplingParams
 from graphfuse.generation.decode_graphs import DecodeGraphs, ladder
-from graphfuse.generation.runner import Inputs
+from graphfuse.generation.inputs import HostInputs
+
+CPU = torch.device("cpu")
 
 
 class Recorded(TorchDispatchMode):
@@ -63,24 +66,33 @@ def forward(inputs):
     )
 
 
-def make_inputs(rows, num_pages, seed):
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(1, 1000, (4, rows), generator=generator)
-    pages = torch.randint(1, 1000, (rows, num_pages), generator=generator)
-    return Inputs(*drawn[:2], torch.arange(rows), drawn[2], pages, drawn[3], torch.ones(rows, 2, dtype=torch.int64))
+def make_step(rows, num_pages, seed):
+    """Every third token is under way."""
+    draw = np.random.default_rng(seed)
+    ids, positions, entries, states = draw.integers(1, 1000, (4, rows))
+    targets = np.arange(0, rows, 3)
+    ids[targets] = 0
+    ones = np.ones((rows, 2), dtype=np.int64)
+    sources, pages = draw.permutation(rows)[: len(targets)], draw.integers(1, 1000, (rows, num_pages))
+    return HostInputs(ids, positions, np.arange(rows), entries, pages, states, ones, targets, sources)
+
+
+SAMPLED = torch.arange(-1, 30)  # a row has no token
 
 
 def test_a_step_runs_the_graph_of_the_next_size_and_padding_does_not_show(recorded):
-    graphs = DecodeGraphs(forward, 20)
+    graphs = DecodeGraphs(forward, 20, CPU)
     for seed, (rows, num_pages) in enumerate([(3, 5), (20, 1), (4, 8), (17, 1), (1, 3), (3, 5), (9, 2), (2, 3)]):
-        inputs = make_inputs(rows, num_pages, seed)
-        assert torch.equal(graphs(inputs), forward(inputs))
+        step = make_step(rows, num_pages, seed)
+        inputs = step.on(CPU, SAMPLED)
+        assert inputs.input_ids[::3].tolist() == SAMPLED[step.sources].clamp_min(0).tolist()
+        assert torch.equal(graphs(step, SAMPLED), forward(inputs))
     assert len(recorded) == 5, "3 and 4 rows of up to 8 pages are one graph, so are 17 and 20 of a page"
 
 
 def test_graphs_share_the_place_of_their_logits(recorded):
-    graphs = DecodeGraphs(forward, 8)
-    places = {graphs(make_inputs(rows, 2, 0)).data_ptr() for rows in (8, 1, 3)}
+    graphs = DecodeGraphs(forward, 8, CPU)
+    places = {graphs(make_step(rows, 2, 0), SAMPLED).data_ptr() for rows in (8, 1, 3)}
     assert len(places) == 1 and len(recorded) == 3
 
 
