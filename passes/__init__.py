@@ -16,6 +16,7 @@ def default_rules() -> list[Rule]:
     from graphfuse.passes.fuse_norm_rotary import FUSE_NORM_ROTARY
     from graphfuse.passes.fuse_quantised_norm import FUSE_QUANTISED_NORM
     from graphfuse.passes.fuse_rms_norm import FUSE_RMS_NORM
+    from graphfuse.passes.lower_linear import LOWER_LINEAR
     from graphfuse.passes.lower_moe import LOWER_MOE
     from graphfuse.passes.match_grouped_experts import MATCH_GROUPED_EXPERTS
     from graphfuse.passes.merge_reductions import MERGE_REDUCTIONS
@@ -25,4 +26,5 @@ def default_rules() -> list[Rule]:
         MATCH_GROUPED_EXPERTS, MERGE_REDUCTIONS, FUSE_QUANTISED_NORM, FUSE_ADD_RMS_NORM, FUSE_RMS_NORM, LOWER_MOE,
         ROUTE_EXPERTS,
         FUSE_NORM_ROTARY,
+        LOWER_LINEAR,
     ]  # fmt: skip
