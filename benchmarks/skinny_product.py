@@ -93,6 +93,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where to write the result, as JSON")
     parser.add_argument("--search", action="store_true", help="try other tiles too")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows, with commas between")
+    parser.add_argument("--layers", help="only layers whose names hold one of these, with commas between")
     options = parser.parse_args()
     rows_found: list[dict[str, Any]] = []
     result = {
@@ -102,8 +104,9 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "rows": rows_found,
     }
-    for layer in LAYERS:
-        for rows in ROWS:
+    wanted = options.layers.split(",") if options.layers else [""]
+    for layer in (name for name in LAYERS if any(part in name for part in wanted)):
+        for rows in map(int, options.rows.split(",")):
             rows_found.append(measure(layer, rows, options.search))
             print(text_of(rows_found[-1]), flush=True)
         torch.cuda.empty_cache()
