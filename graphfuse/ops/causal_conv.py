@@ -3,7 +3,8 @@
     y[t] = silu(sum over i of weight[:, i] * x[t - K + 1 + i])         one filter of K taps a channel
 
 The K - 1 inputs before the next token are kept in a cache, written in place; as in `graphfuse::attention`, the schema
-says nothing of it. This is plain torch, but for single tokens on a GPU, which a Triton kernel does.
+says nothing of it. Ragged calls on a GPU are done by Triton kernels, one for single tokens and one for more; all else
+is plain torch.
 
 Source: the short convolution of Mamba (Gu and Dao 2023, arXiv 2312.00752), as gated DeltaNet uses it (2412.06464).
 Legend: B batch, S sequence of this call, C channels, K taps.
@@ -75,13 +76,19 @@ def _(x, weight, positions, lengths, conv_cache, states=None, spans=None):
 
 
 def _ragged(x: Tensor, weight: Tensor, positions: Tensor, cache: Tensor, states: Tensor, spans: Tensor) -> Tensor:
-    """x `[T, C]`: first the sequences with one token, all at once, then each of the others."""
+    """x `[T, C]`: first the sequences with one token, all at once, then the others."""
     num_single, longer = split(len(x), spans)
     kept = weight.shape[1] - 1
     out = torch.empty_like(x)
     if num_single:
         one = slice(0, num_single)
         out[one] = _one_token_each(x[one], weight, positions[one], cache, states[one])
+    if longer and x.is_cuda:
+        from graphfuse.kernels.causal_conv_ragged import causal_conv_ragged  # Triton is published for Linux only
+        from graphfuse.kernels.ragged_chunks import chunks_of
+
+        causal_conv_ragged(x, weight, positions, states, chunks_of(tuple(longer), x.device), cache, out)
+        return out
     for span in longer:
         row = states[span.row : span.row + 1]
         before = _since(positions[span.start : span.start + 1], cache[row])

@@ -8,8 +8,9 @@
 One token is done as written. More are done in chunks: within one, all u at once solve a triangular system, since each
 depends on the earlier ones through their keys (the WY or UT form), and only the state goes from chunk to chunk.
 
-The state is kept in a cache, written in place; as in `graphfuse::attention`, the schema says nothing of it. This is
-plain torch in float32, but for single tokens on a GPU, which a Triton kernel does.
+The state is kept in a cache, written in place; as in `graphfuse::attention`, the schema says nothing of it. Ragged
+calls on a GPU are done by Triton kernels, one for single tokens and others for chunks (where `why_not` of
+`graphfuse.kernels.gated_delta_chunks` has nothing against it); all else is plain torch in float32.
 
 Source: Yang et al. 2024, "Gated Delta Networks" (arXiv 2412.06464), section 3.
 Legend: B batch, S sequence of this call, Hk and Hv key and value heads, Dk and Dv their sizes, N chunks, C tokens in
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from graphfuse.errors import ArgumentError
 from graphfuse.ops.causal_conv import check_ragged_states, check_rows, check_tokens
-from graphfuse.ops.layout import split
+from graphfuse.ops.layout import Span, split
 
 CHUNK = 64
 _EPS = 1e-6
@@ -94,7 +95,7 @@ Tokens = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _ragged(tokens: Tokens, positions: Tensor, cache: Tensor, states: Tensor, spans: Tensor) -> Tensor:
-    """Tokens and positions `[T, ...]`: first the sequences with one token, all at once, then each of the others."""
+    """Tokens and positions `[T, ...]`: first the sequences with one token, all at once, then the others."""
     q, k, v, g, beta = tokens
     num_single, longer = split(len(v), spans)
     out = torch.empty_like(v)
@@ -102,13 +103,28 @@ def _ragged(tokens: Tokens, positions: Tensor, cache: Tensor, states: Tensor, sp
     if num_single:
         one = slice(0, num_single)
         out[one] = _one_token_each((q[one], k[one], v[one], g[one], beta[one]), positions[one], cache, states[one])
+    if longer:
+        _longer((q, k, v, g, beta), positions, cache, states, longer, out)
+    return out
+
+
+def _longer(tokens: Tokens, positions: Tensor, cache: Tensor, states: Tensor, longer: list[Span], out: Tensor) -> None:
+    """All of them at once on a GPU, else one after the other; results go into `out` `[T, Hv, Dv]`."""
+    q, k, v, g, beta = tokens
+    if v.is_cuda:
+        from graphfuse.kernels.gated_delta_chunks import gated_delta_chunks, why_not
+        from graphfuse.kernels.ragged_chunks import chunks_of
+
+        if why_not(k, v) is None:
+            chunks = chunks_of(tuple(longer), v.device)
+            gated_delta_chunks(q, k, v, g, beta, positions, states, chunks, cache, out, _EPS)
+            return
     for span in longer:
         here, rows = span.here, states[span.row : span.row + 1]
         before = _since(positions[span.start : span.start + 1], cache[rows])
         y, state = _advance(q[None, here], k[None, here], v[None, here], g[None, here], beta[None, here], before)
         out[here] = y[0]
         cache.index_put_((rows,), state)
-    return out
 
 
 def _one_token_each(tokens: Tokens, positions: Tensor, cache: Tensor, states: Tensor) -> Tensor:
