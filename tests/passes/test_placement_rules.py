@@ -74,6 +74,12 @@ def chosen(logits, *bias):
     return torch.ops.graphfuse.route_experts(logits.float(), 2, "sigmoid", *(b.float() for b in bias))[0].double()
 
 
+def rotated(*tensors):
+    """Keys behind their norm and rotation."""
+    return torch.ops.graphfuse.norm_rotary(*(t.float() for t in tensors))[1].double()
+
+
+ANGLES = (((2, 5, 1, 2), R),) * 2
 LATENTS = ((2, 5, 7), R), ((2, 5, 2), R)
 SUMMED_LATENTS = (((2, 5, 6, 4), R), ((2, 5, 6, 2), R), ((2, 5, 7), P), ((2, 5, 2), R), ((6 * 7, 7), R))
 QUERIES, KEYS = ((2, 5, 6, 4), Shard(2)), ((2, 5, 3, 4), Shard(2))
@@ -147,6 +153,8 @@ CASES = [
     case("attention with sinks", own_attention, QUERIES, KEYS, KEYS, ((6,), Shard(0)), gives=Shard(2)),
     case("whole attention with sinks", own_attention, ((2, 5, 6, 4), R), ((2, 5, 3, 4), R), ((2, 5, 3, 4), R),
          ((6,), R), gives=Replicated()),
+    case("rotated heads", rotated, QUERIES, KEYS, *ANGLES, ((4,), R), ((4,), R), gives=Shard(2)),
+    case("whole rotated heads", rotated, ((2, 5, 6, 4), R), ((2, 5, 3, 4), R), *ANGLES, gives=R),
     case("latent attention", latent_attention, QUERIES, ((2, 5, 6, 2), Shard(2)), *LATENTS, ((6 * 7, 7), Shard(0)),
          gives=Shard(2)),
     case("whole latent attention", latent_attention, ((2, 5, 6, 4), R), ((2, 5, 6, 2), R), *LATENTS, ((6 * 7, 7), R),
@@ -262,6 +270,7 @@ VIOLATIONS = [
     violation(Kind.NON_LINEAR, "matrix product of two", torch.mm, SUMMAND, ((12, 6), P)),
     violation(Kind.NON_LINEAR, "attention", lambda q: F.scaled_dot_product_attention(q, q, q), ((2, 3, 4, 8), P)),
     violation(Kind.NON_LINEAR, "sinks", lambda q, s: own_attention(q, q, q, s), ((2, 5, 6, 4), R), ((6,), P)),
+    violation(Kind.NON_LINEAR, "keys that are rotated", rotated, ((2, 5, 6, 4), R), ((2, 5, 3, 4), P), *ANGLES),
     violation(Kind.NON_LINEAR, "latents", latent_attention, *SUMMED_LATENTS),
     violation(Kind.NON_LINEAR, "selected by a sum", selection, ((2, 5, 6, 4), R), ((2, 5, 4), P), ((2, 5, 6), R)),
     violation(Kind.NON_LINEAR, "experts chosen by a sum", chosen, SUMMAND),
@@ -307,6 +316,8 @@ def test_what_is_not_linear_in_a_partial_sum_is_a_fault(kind, forward, inputs):
         (lambda x: x.cumsum(1), (X,), "cumsum along a sharded dimension"),
         (lambda x: x.argmax(1), (X,), "a reduction of a sharded dimension that cannot be completed"),
         (own_attention, (QUERIES, KEYS, KEYS, ((6,), R)), "heads are shard(2), but sinks replicated"),
+        (rotated, (QUERIES, ((2, 5, 3, 4), Shard(3)), *ANGLES), "heads that are shard(3) are rotated"),
+        (rotated, (QUERIES, KEYS, *ANGLES, ((4,), Shard(0)), ((4,), R)), "by a shard of the angles"),
         (latent_attention, (QUERIES, ((2, 5, 6, 2), Shard(2)), *LATENTS, ((6 * 7, 7), R)), "but kv_up replicated"),
         (latent_attention, (QUERIES, ((2, 5, 6, 2), R), *LATENTS, ((6 * 7, 7), Shard(0))), "not all divided by heads"),
         (selection, (QUERIES, ((2, 5, 4), R), ((2, 5, 6), Shard(2))), "tokens are selected by a shard"),
