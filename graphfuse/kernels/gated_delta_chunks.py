@@ -11,10 +11,6 @@
     _prepare   a program a chunk and head: solve, the scores between * (q @ k.T), and each token's factors
     _advance   a program a sequence, head and some columns of S, which need nothing of the others: chunk after chunk
 
-The inverse is exact substitution: within blocks of 16 tokens, column by column, all blocks at once; then over the
-blocks, where D, the inverses of blocks, and L, what is below them, give T = D - (D L) T, a block row more at each turn.
-(Doubling, (I - A)(I + A^2)(I + A^4)..., is of no use for keys that are alike: there powers of A reach 10^18.)
-
 Products. Keys and queries stay as they came, bfloat16 numbers, and their lengths are among the factors, so that
 products of two of them are exact but for summing. What is float32 is split in two bfloat16 parts, and so right to 16
 bits. For other dtypes products are tf32x3. All sums, states and factors are float32.
@@ -27,6 +23,9 @@ Legend: T tokens, Hk and Hv key and value heads, Dk and Dv their sizes, R sequen
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -35,8 +34,13 @@ from torch import Tensor
 from graphfuse.kernels.paged_split import dependent_launch
 from graphfuse.kernels.ragged_chunks import CHUNK, Chunks
 from graphfuse.kernels.sizes import ceil_div, power_of_two
+from graphfuse.kernels.unit_triangular import unit_triangular_inverse
 
 MOST_COLUMNS = 32
+LARGE = 160 * 1024
+"""Bytes of shared memory a program, such as A100 and later ones of its kind have: enough to load a chunk of keys of 128
+ahead (125 KiB), and for keys of 256 without that (104 KiB)."""
+
 NUM_FACTORS = 4
 """Of each token: what it reads of the state by its key and by its query, what of its own is there at the chunk's end,
 and what the whole chunk keeps of the state."""
@@ -61,30 +65,6 @@ def _product(a, b, BF16: tl.constexpr):
         return _split_product(a, b)
     else:
         return tl.dot(a, b, input_precision="tf32x3")
-
-
-@triton.jit
-def _inverse(a, C: tl.constexpr):
-    """The inverse of I + a, for a `[C, C]` float32 strictly below the diagonal."""
-    BLOCKS: tl.constexpr = C // 16
-    block = tl.arange(0, BLOCKS)
-    within = tl.arange(0, 16)
-    on_diagonal = block[:, None, None, None] == block[None, None, :, None]
-    strict = tl.sum(tl.where(on_diagonal, tl.reshape(a, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)  # [BLOCKS, 16, 16]
-    inverses = tl.where(within[None, :, None] == within[None, None, :], 1.0, 0.0) + tl.zeros_like(strict)
-    for i in range(15):  # row i is done: take it out of the later ones
-        column = tl.sum(tl.where(within[None, None, :] == i, strict, 0.0), 2)  # [BLOCKS, 16]
-        row = tl.sum(tl.where(within[None, :, None] == i, inverses, 0.0), 1)  # [BLOCKS, 16]
-        inverses -= column[:, :, None] * row[:, None, :]
-    spread = tl.where(on_diagonal, tl.expand_dims(inverses, 2), 0.0)  # [BLOCKS, 16, BLOCKS, 16]
-    diagonal = tl.reshape(spread, [C, C])
-    at = tl.arange(0, C) // 16
-    below = tl.where(at[:, None] > at[None, :], a, 0.0)
-    coupling = tl.dot(diagonal, below, input_precision="tf32x3")
-    found = diagonal
-    for _ in range(BLOCKS - 1):
-        found = diagonal - tl.dot(coupling, found, input_precision="tf32x3")
-    return found
 
 
 @triton.jit
@@ -148,7 +128,7 @@ def _prepare(
     scores *= between * q_unit[:, None]
     tl.store(scores_ptr + square, scores)
     alike = tl.where(i[:, None] > i[None, :], alike * between * (beta * k_unit)[:, None], 0.0)
-    tl.store(solve_ptr + square, _inverse(alike, C) * beta[None, :])
+    tl.store(solve_ptr + square, unit_triangular_inverse(alike, C) * beta[None, :])
     factors = factors_ptr + of_chunk * 4 * C + i
     tl.store(factors, tl.exp(since_start) * k_unit)
     tl.store(factors + C, tl.exp(since_start) * q_unit)
@@ -231,12 +211,24 @@ def _advance(
 
 def why_not(q: Tensor, v: Tensor) -> str | None:
     """Why the kernels do not serve such queries and values; None if they do."""
-    largest = 256 if v.dtype == torch.bfloat16 else 128
+    memory = _shared_memory(v.device)
+    if memory == 0:
+        return "the GPU is older than the kernels' tensor cores"
+    largest = 256 if v.dtype == torch.bfloat16 and memory >= LARGE else 128
     if q.shape[-1] > largest:
         return f"keys of {q.shape[-1]} in {v.dtype} need more shared memory than there is"
-    if v.is_cuda and torch.cuda.get_device_capability(v.device) < (8, 0):
-        return "the GPU is older than the kernels' tensor cores"
     return None
+
+
+@lru_cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have; 0 if the GPU has no tensor cores for bfloat16. The interpreter has enough."""
+    if device.type != "cuda":
+        return LARGE
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return 0
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def gated_delta_chunks(
@@ -272,6 +264,7 @@ def gated_delta_chunks(
     factors = torch.empty((num_chunks, num_heads, NUM_FACTORS, CHUNK), dtype=torch.float32, device=v.device)
     block_k = max(16, power_of_two(key_size))
     block_v = min(max(16, power_of_two(value_size)), MOST_COLUMNS)
+    load_ahead = bf16 and block_k <= 128 and _shared_memory(v.device) >= LARGE
     shared = {
         "HV": num_heads, "GROUP": num_heads // num_key_heads, "DK": key_size, "BLOCK_K": block_k, "C": CHUNK,
         "BF16": bf16, "num_warps": 4, **dependent_launch(v.device),
@@ -283,5 +276,5 @@ def gated_delta_chunks(
     _advance[ceil_div(value_size, block_v), num_heads, len(chunks.sequences)](
         q, k, v, positions, states, chunks.sequences, solve, scores, factors, cache, out,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
-        DV=value_size, BLOCK_V=block_v, num_stages=2 if bf16 else 1, **shared,
+        DV=value_size, BLOCK_V=block_v, num_stages=2 if load_ahead else 1, **shared,
     )  # fmt: skip

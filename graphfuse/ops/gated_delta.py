@@ -99,7 +99,6 @@ def _ragged(tokens: Tokens, positions: Tensor, cache: Tensor, states: Tensor, sp
     q, k, v, g, beta = tokens
     num_single, longer = split(len(v), spans)
     out = torch.empty_like(v)
-    g, beta = g.float(), beta.float()
     if num_single:
         one = slice(0, num_single)
         out[one] = _one_token_each((q[one], k[one], v[one], g[one], beta[one]), positions[one], cache, states[one])
@@ -119,6 +118,7 @@ def _longer(tokens: Tokens, positions: Tensor, cache: Tensor, states: Tensor, lo
             chunks = chunks_of(tuple(longer), v.device)
             gated_delta_chunks(q, k, v, g, beta, positions, states, chunks, cache, out, _EPS)
             return
+    beta = beta.float()
     for span in longer:
         here, rows = span.here, states[span.row : span.row + 1]
         before = _since(positions[span.start : span.start + 1], cache[rows])
@@ -135,7 +135,7 @@ def _one_token_each(tokens: Tokens, positions: Tensor, cache: Tensor, states: Te
 
         return gated_delta_step(q, k, v, g, beta, positions, states, cache, _EPS)
     before = _since(positions, cache[states])
-    y, state = _advance(q[:, None], k[:, None], v[:, None], g[:, None], beta[:, None], before)
+    y, state = _advance(q[:, None], k[:, None], v[:, None], g[:, None], beta.float()[:, None], before)
     cache.index_put_((states,), state)
     return y[:, 0]
 
