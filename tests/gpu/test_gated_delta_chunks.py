@@ -11,8 +11,8 @@ from graphfuse.ops.gated_delta import gated_delta
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-LENGTHS, BEFORE = [1, 1, 5, 63, 64, 65, 300], [9, 0, 0, 3, 0, 7, 1]
-STATES = [3, 8, 1, 0, 6, 2, 5]
+LENGTHS, BEFORE = [1, 1, 5, 63, 64, 65, 2, 300], [9, 0, 0, 3, 0, 7, 0, 1]
+STATES = [3, 8, 1, 0, 6, 2, 9, 5]
 SPANS = torch.tensor(list(zip(LENGTHS, BEFORE, strict=True)))
 TOTAL, FIRST, NUM_STATES = sum(LENGTHS), 2, 10
 

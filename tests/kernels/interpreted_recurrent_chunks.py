@@ -15,7 +15,7 @@ from tests.kernels.interpreter_as_gpus import arithmetic_of_gpus
 
 CALLS = {
     "one": [(130, 0)],
-    "all sorts": [(1, 3), (5, 0), (63, 4), (64, 0), (65, 9), (2, 1)],
+    "all sorts": [(1, 3), (5, 0), (63, 4), (64, 0), (65, 9), (2, 1), (2, 0)],
     "tokens first": [(1, 9), (1, 0), (3, 7), (130, 2)],
 }
 UNTOUCHED = 7.0
