@@ -96,7 +96,7 @@ def test_the_delta_rule_errs_as_plain_torch_does(monkeypatch, dtype, key_heads, 
     allowed = 30 if dtype == torch.float32 else 1.1
     assert rms(got[FIRST:] - want[FIRST:]) <= allowed * rms(plain[FIRST:] - want[FIRST:]) + 1e-6 * rms(want[FIRST:])
     used, others = STATES[FIRST:], sorted(set(range(NUM_STATES)) - set(STATES))
-    allowed = rms(plain_states[used] - want_states[used]) + 2**-15 * rms(want_states[used])
+    allowed = 3 * rms(plain_states[used] - want_states[used]) + 2**-14 * rms(want_states[used])
     assert rms(states[used] - want_states[used]) <= allowed
     assert torch.equal(states[others], before[others])
 
