@@ -137,6 +137,30 @@ def half_of_another(x, cos, sin):
     return x * cos + torch.cat((-second * 1.5, first), dim=-1) * sin
 
 
+def rectified(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((second.relu(), first), dim=-1) * sin
+
+
+def the_first_twice(x, cos, sin):
+    first, _ = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-first, first), dim=-1) * sin
+
+
+def the_second_twice(x, cos, sin):
+    _, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, second), dim=-1) * sin
+
+
+def every_other_as_a_half(x, cos, sin):
+    return x * cos + torch.cat((-x[..., D // 2 :], x[..., ::2]), dim=-1) * sin
+
+
+def the_rest_straight(x, cos, sin):
+    turned = torch.cat((-x[..., R // 2 : R], x[..., : R // 2]), dim=-1)
+    return torch.cat((x[..., R:] * cos + turned * sin, x[..., R:]), dim=-1)
+
+
 def subtracted(x, cos, sin):
     first, second = x.chunk(2, dim=-1)
     return x * cos - torch.cat((-second, first), dim=-1) * sin
@@ -205,10 +229,11 @@ LEFT_ALONE: dict[str, tuple[Form, int, str]] = {
         f.__name__: (both(f), D, NO_ROTATION)
         for f in (
             interleaved, the_other_way_round, halves_in_place, half_of_another, subtracted, weighted_sum,
-            unequal_halves, strided_halves, in_float32,
+            unequal_halves, strided_halves, in_float32, rectified, the_first_twice, the_second_twice,
+            every_other_as_a_half,
         )
     },
-    **{f.__name__: (both(f), R, NO_ROTATION) for f in (keeps_what_it_rotates, keeps_the_first, rotates_the_last)},
+    **{f.__name__: (both(f), R, NO_ROTATION) for f in (keeps_what_it_rotates, keeps_the_first, rotates_the_last, the_rest_straight)},
     "scaled": (both(lambda x, cos, sin: rotate(x, cos, sin) * 0.5), D, NO_ROTATION),
     "angles_without_rows": (both(lambda x, cos, sin: rotate(x, cos[:, :1], sin[:, :1])), D, NO_ROTATION),
     "queries_alone": (lambda _m, q, k, cos, sin: (rotate(q, cos, sin), k), D, "gives the keys of attention"),
