@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 def default_rules() -> list[Rule]:
     """The built-in rules in order: what makes one op of a layer's experts, and one reduction of two, then fusions, the
-    longer pattern first, then the kernels of experts, of their choice, and of what stands
-    before attention."""
+    longer pattern first, then the kernels of experts, of their choice, of what stands before attention, and of few
+    rows' products."""
     from graphfuse.passes.fuse_add_rms_norm import FUSE_ADD_RMS_NORM
     from graphfuse.passes.fuse_norm_rotary import FUSE_NORM_ROTARY
     from graphfuse.passes.fuse_quantised_norm import FUSE_QUANTISED_NORM
