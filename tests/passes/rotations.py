@@ -233,7 +233,10 @@ LEFT_ALONE: dict[str, tuple[Form, int, str]] = {
             every_other_as_a_half,
         )
     },
-    **{f.__name__: (both(f), R, NO_ROTATION) for f in (keeps_what_it_rotates, keeps_the_first, rotates_the_last, the_rest_straight)},
+    **{
+        f.__name__: (both(f), R, NO_ROTATION)
+        for f in (keeps_what_it_rotates, keeps_the_first, rotates_the_last, the_rest_straight)
+    },
     "scaled": (both(lambda x, cos, sin: rotate(x, cos, sin) * 0.5), D, NO_ROTATION),
     "angles_without_rows": (both(lambda x, cos, sin: rotate(x, cos[:, :1], sin[:, :1])), D, NO_ROTATION),
     "queries_alone": (lambda _m, q, k, cos, sin: (rotate(q, cos, sin), k), D, "gives the keys of attention"),
