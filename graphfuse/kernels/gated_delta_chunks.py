@@ -37,9 +37,9 @@ from graphfuse.kernels.sizes import ceil_div, power_of_two
 from graphfuse.kernels.unit_triangular import unit_triangular_inverse
 
 MOST_COLUMNS = 32
+MOST_KEYS = 128
 LARGE = 160 * 1024
-"""Bytes of shared memory a program, such as A100 and later ones of its kind have: enough to load a chunk of keys of 128
-ahead (125 KiB), and for keys of 256 without that (104 KiB)."""
+"""Bytes of shared memory a program, such as A100 and later ones of its kind have: enough to load a chunk ahead."""
 
 NUM_FACTORS = 4
 """Of each token: what it reads of the state by its key and by its query, what of its own is there at the chunk's end,
@@ -211,12 +211,10 @@ def _advance(
 
 def why_not(q: Tensor, v: Tensor) -> str | None:
     """Why the kernels do not serve such queries and values; None if they do."""
-    memory = _shared_memory(v.device)
-    if memory == 0:
+    if _shared_memory(v.device) == 0:
         return "the GPU is older than the kernels' tensor cores"
-    largest = 256 if v.dtype == torch.bfloat16 and memory >= LARGE else 128
-    if q.shape[-1] > largest:
-        return f"keys of {q.shape[-1]} in {v.dtype} need more shared memory than there is"
+    if q.shape[-1] > MOST_KEYS:
+        return f"a state of keys of {q.shape[-1]} has no room in a program's registers"
     return None
 
 
@@ -264,7 +262,7 @@ def gated_delta_chunks(
     factors = torch.empty((num_chunks, num_heads, NUM_FACTORS, CHUNK), dtype=torch.float32, device=v.device)
     block_k = max(16, power_of_two(key_size))
     block_v = min(max(16, power_of_two(value_size)), MOST_COLUMNS)
-    load_ahead = bf16 and block_k <= 128 and _shared_memory(v.device) >= LARGE
+    load_ahead = bf16 and _shared_memory(v.device) >= LARGE
     shared = {
         "HV": num_heads, "GROUP": num_heads // num_key_heads, "DK": key_size, "BLOCK_K": block_k, "C": CHUNK,
         "BF16": bf16, "num_warps": 4, **dependent_launch(v.device),

@@ -135,12 +135,11 @@ def tile_for(num_rows: int, num_outputs: int, num_inputs: int) -> SkinnyTile:
     """What serves a shape: programs for all multiprocessors, each with 16 KiB of weights or more on their way."""
     if in_registers(num_rows, num_inputs):
         block_k = power_of_two(num_inputs)
-        block_n = max(1, min(16, 8192 // block_k))
-        while block_n > 1 and num_outputs < 256 * block_n:
+        block_n = max(2, min(16, 8192 // block_k))
+        while block_n > 2 and num_outputs < 256 * block_n:
             block_n //= 2
-        return SkinnyTile(block_n, block_k, 4, 1)
-    block_n = 64 if num_outputs >= 16384 else 32 if num_outputs >= 8192 else 16
-    return SkinnyTile(block_n, 256 if block_n == 16 else 128, 2 if block_n == 16 else 4, 4)
+        return SkinnyTile(block_n, block_k, 8, 1)
+    return SkinnyTile(16, 512, 4, 3)
 
 
 def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: SkinnyTile | None = None) -> Tensor:

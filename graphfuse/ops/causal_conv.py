@@ -78,12 +78,14 @@ def _(x, weight, positions, lengths, conv_cache, states=None, spans=None):
 def _ragged(x: Tensor, weight: Tensor, positions: Tensor, cache: Tensor, states: Tensor, spans: Tensor) -> Tensor:
     """x `[T, C]`: first the sequences with one token, all at once, then the others."""
     num_single, longer = split(len(x), spans)
+    if not longer:
+        return _one_token_each(x, weight, positions, cache, states).contiguous()
     kept = weight.shape[1] - 1
     out = torch.empty_like(x)
     if num_single:
         one = slice(0, num_single)
         out[one] = _one_token_each(x[one], weight, positions[one], cache, states[one])
-    if longer and x.is_cuda:
+    if x.is_cuda:
         from graphfuse.kernels.causal_conv_ragged import causal_conv_ragged  # Triton is published for Linux only
         from graphfuse.kernels.ragged_chunks import chunks_of
 

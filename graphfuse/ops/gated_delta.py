@@ -98,12 +98,13 @@ def _ragged(tokens: Tokens, positions: Tensor, cache: Tensor, states: Tensor, sp
     """Tokens and positions `[T, ...]`: first the sequences with one token, all at once, then the others."""
     q, k, v, g, beta = tokens
     num_single, longer = split(len(v), spans)
+    if not longer:
+        return _one_token_each(tokens, positions, cache, states).contiguous()
     out = torch.empty_like(v)
     if num_single:
         one = slice(0, num_single)
         out[one] = _one_token_each((q[one], k[one], v[one], g[one], beta[one]), positions[one], cache, states[one])
-    if longer:
-        _longer((q, k, v, g, beta), positions, cache, states, longer, out)
+    _longer(tokens, positions, cache, states, longer, out)
     return out
 
 

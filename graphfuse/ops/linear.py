@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SKINNY_DTYPES = (torch.bfloat16, torch.float16)
-MOST_SKINNY_ROWS = 16
-MOST_SKINNY_BYTES = 64 << 20
-"""Of weights: where reading them takes that long, torch's kernels read them as fast."""
+MOST_SKINNY_ROWS, MOST_SKINNY_BYTES = 16, 8 << 20
+"""Rows, and bytes of weights: up to these the kernel is faster than torch's ones on an H200, which
+benchmarks/results/linear_h200.json has the figures of."""
+
+FEWEST_ROWS, MOST_INPUTS, MOST_BYTES = 2, 8192, 64 << 20
+"""For so few rows of so many inputs it is for larger weights too."""
 
 _LIBRARY = torch.library.Library("graphfuse", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
@@ -24,14 +27,22 @@ _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`[M, N]`: x `[M, K]` times the transpose of weight `[N, K]`, plus bias `[N]`; all of one dtype.
 
-    On CUDA, up to 16 rows of 16-bit floats take `graphfuse.kernels.skinny_product`, which reads the weights while the
-    kernel before it still runs: they must not be written to on the way. All else is torch's product.
+    On CUDA, few rows of 16-bit floats take `graphfuse.kernels.skinny_product`, which reads the weights while the kernel
+    before it still runs: they must not be written to on the way. All else is torch's product.
     """
-    if x.is_cuda and x.shape[0] <= MOST_SKINNY_ROWS and why_not_skinny(weight) is None:
+    if x.is_cuda and is_skinny(x.shape[0], weight) and why_not_skinny(weight) is None:
         from graphfuse.kernels.skinny_product import skinny_product  # not above: Triton is published for Linux only
 
         return skinny_product(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def is_skinny(num_rows: int, weight: Tensor) -> bool:
+    """Whether the kernel for few rows is the faster one."""
+    num_bytes = weight.numel() * weight.element_size()
+    if num_rows <= FEWEST_ROWS and weight.shape[1] <= MOST_INPUTS:
+        return num_bytes <= MOST_BYTES
+    return num_rows <= MOST_SKINNY_ROWS and num_bytes <= MOST_SKINNY_BYTES
 
 
 def why_not_skinny(weight: Tensor) -> str | None:
@@ -43,7 +54,7 @@ def why_not_skinny(weight: Tensor) -> str | None:
     num_outputs, num_inputs = weight.shape
     if num_inputs % 16 or not num_outputs:
         return f"{num_inputs} inputs are no whole number of 16"
-    if weight.numel() * weight.element_size() > MOST_SKINNY_BYTES:
+    if not is_skinny(1, weight):
         return "the weights are so large that torch's kernels read them as fast"
     return None
 

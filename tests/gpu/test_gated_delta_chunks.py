@@ -65,7 +65,6 @@ def rms(x):
     [
         (torch.bfloat16, 16, 32, 128),  # Qwen3-Next-80B-A3B
         (torch.bfloat16, 2, 2, 64),
-        (torch.bfloat16, 1, 2, 256),
         (torch.float16, 2, 4, 128),
         (torch.float32, 2, 4, 128),
     ],

@@ -26,7 +26,9 @@ def inputs(num_tokens, shape, dtype):
     def normal(*sizes):
         return torch.randn(*sizes, generator=generator, device="cuda")
 
-    qkv = normal(num_tokens, (q_heads + 2 * kv_heads) * size).to(dtype).view(1, num_tokens, -1, size)
+    qkv = (
+        normal(num_tokens, (q_heads + 2 * kv_heads) * size).to(dtype).view(1, num_tokens, q_heads + 2 * kv_heads, size)
+    )
     q, k, _ = qkv.split([q_heads, kv_heads, kv_heads], dim=2)
     angles = normal(1, num_tokens, 1, rotated)
     weights = [(normal(size) * 0.1 + 1).to(dtype) for _ in range(2)]

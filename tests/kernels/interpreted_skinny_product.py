@@ -65,6 +65,6 @@ def test_tiles_serve_the_shapes_of_models():
             for rows in (1, 2, 3, 16):
                 tile = tile_for(rows, outputs, num_inputs)
                 if in_registers(rows, num_inputs):
-                    assert tile.block_n * tile.block_k <= 8192 and tile.block_k >= num_inputs
+                    assert tile.block_n * tile.block_k <= 16384 and tile.block_k >= num_inputs
                 else:
                     assert tile.block_n >= 16 and tile.num_stages * (tile.block_n + 32) * tile.block_k * 2 < 227 * 1024
