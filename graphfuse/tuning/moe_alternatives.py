@@ -127,6 +127,8 @@ def _flashinfer_refusal() -> str | None:
     """Compiling takes many minutes, which a measurement must not start by itself."""
     if importlib.util.find_spec("flashinfer") is None:
         return "FlashInfer is not installed."
+    if not torch.cuda.is_available():
+        return "There is no CUDA GPU."
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
         return f"It is measured on SM90 only; this GPU is SM{capability[0]}{capability[1]}."
