@@ -62,7 +62,7 @@ def random_model(
 
     config = read_config(config_folder(model))
     if num_layers is not None:
-        _keep_layers(config.get_text_config(), num_layers)
+        keep_layers(config.get_text_config(), num_layers)
     named = text_config(config).dtype
     made = registry.build(config, group, dtype or (named if isinstance(named, torch.dtype) else torch.bfloat16), device)
     made.requires_grad_(False)
@@ -96,7 +96,8 @@ def _draw(tensor: Tensor, std: float, generator: torch.Generator) -> None:
         chunk.copy_(noise.normal_(0.0, std, generator=generator))
 
 
-def _keep_layers(config: Any, num_layers: int) -> None:
+def keep_layers(config: Any, num_layers: int) -> None:
+    """Leave out all but the first layers. Raises `ConfigError` where there are not so many."""
     if not 1 <= num_layers <= config.num_hidden_layers:
         raise ConfigError(
             f"The model has {config.num_hidden_layers} layers, not {num_layers}. Take a number from 1 to that."

@@ -114,11 +114,11 @@ def test_only_some_layers(folder, num_layers):
 
 
 def test_layers_of_several_kinds_are_the_first_ones():
-    from graphfuse.weights.random_weights import _keep_layers
+    from graphfuse.weights.random_weights import keep_layers
 
     config = read_config(config_folder("qwen3-next-80b-a3b"))
     kinds = config.layer_types
-    _keep_layers(config, 5)
+    keep_layers(config, 5)
     assert (config.num_hidden_layers, config.layer_types) == (5, kinds[:5])
 
 
