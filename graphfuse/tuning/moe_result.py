@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from graphfuse.errors import brief
 from graphfuse.jsonfile import JsonObject
 from graphfuse.tuning.measured import geometric_mean, write_result
 from graphfuse.tuning.moe_tiles import MoeShape
@@ -122,7 +123,7 @@ class Result:
         obj = JsonObject.read(file)
         obj.only("schema", "kind", *cls.__dataclass_fields__, "summary")
         if obj.get("kind", str) != KIND:
-            raise obj.error("kind", f"is {obj.data['kind']!r}, not {KIND!r}")
+            raise obj.error("kind", f"is {brief(obj.data['kind'])}, not {KIND!r}")
         if obj.get("schema", int) != SCHEMA:
             raise obj.error("schema", f"is {obj.data['schema']}; this version of graphfuse reads {SCHEMA}")
         shapes = tuple(_read_shape(each) for each in obj.objects("shapes"))
