@@ -47,7 +47,7 @@ def bench_generate(
     allreduce: Annotated[str, typer.Option(help="auto, flashinfer, symm_mem or reference.")] = "auto",
     moe_config_dir: Annotated[str | None, typer.Option(help="Folder of tuned MoE kernel configs.")] = None,
     max_step_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens that a step computes. Default: 8192 on GPUs, else 2048.")
+        int | None, typer.Option(help="Most tokens that a step computes. Default: 16384 on GPUs, else 2048.")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Rounds of each load.")] = 3,
     bandwidth: Annotated[float, typer.Option(help="TB/s of a GPU's memory, for the roofline.")] = 4.3,

@@ -65,7 +65,7 @@ def generate(
         int | None, typer.Option(help="Tokens that the cache holds. Default: as many as fit.")
     ] = None,
     max_step_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens that a step computes. Default: 8192 on GPUs, else 2048.")
+        int | None, typer.Option(help="Most tokens that a step computes. Default: 16384 on GPUs, else 2048.")
     ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens of a page of the cache: a power of two, on GPUs from 8.")] = 16,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(_DTYPES)}. Default: the checkpoint's.")] = None,

@@ -83,7 +83,7 @@ class LLM:
                 fit: on a GPU all that is left, on the CPU at most 1 GiB a rank. No text can be longer.
             page_size: tokens of a page of the cache, a power of two, on a GPU from 8. Prompts share whole pages only.
             max_step_tokens: how many tokens a step computes at most, but at least one of each completion. Longer
-                prompts are computed in chunks, among the tokens of the completions that run already. None: 8192 on a
+                prompts are computed in chunks, among the tokens of the completions that run already. None: 16384 on a
                 GPU, 2048 on the CPU.
             compile: False runs the model as it is written.
 

@@ -5,4 +5,4 @@ from __future__ import annotations
 
 def default_step_tokens(device_type: str) -> int:
     """On a GPU enough for the device to take longer than the host, which launches any number of tokens alike."""
-    return 8192 if device_type == "cuda" else 2048
+    return 16384 if device_type == "cuda" else 2048
