@@ -41,6 +41,8 @@ def match(node: Node, _context: Context) -> Site | Decline:
     weight = _transposed(turned)
     if weight is None or not weight.meta.get(HELD):
         return Decline("it is no product with the transpose of a weight")
+    if any(is_call(user, aten.copy_.default) and user.args[0] is weight for user in weight.users):
+        return Decline("the model writes to the weight")
     assert isinstance(x, Node) and (bias is None or isinstance(bias, Node))
     held, rows, added = value(weight), value(x), None if bias is None else value(bias)
     if held is None or rows is None or held.dim() != 2 or rows.dtype != held.dtype:

@@ -92,6 +92,20 @@ def test_weights_that_the_kernel_does_not_serve_are_left_alone():
         assert is_skinny(most_rows, weight) and not is_skinny(most_rows + 1, weight)
 
 
+def test_a_weight_that_the_model_writes_to_is_left_alone():
+    class Learns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", torch.rand(48, 32, dtype=BF16))
+
+        def forward(self, x):
+            y = x @ self.weight.t()
+            self.weight.copy_(self.weight * 0.5)
+            return y
+
+    assert linears(traced(Learns())) == 0
+
+
 def test_the_op_is_a_linear_layer():
     x, weight, bias = torch.rand(5, 32), torch.rand(48, 32), torch.rand(48)
     assert torch.equal(OP(x, weight), F.linear(x, weight)) and torch.equal(
