@@ -139,6 +139,7 @@ class CompiledModel(nn.Module):
         self._settings = (group, config, facts, capture)
         self._session = self._new_session()
         self._decoding: Session | None = None
+        self._prompts: Any = None
         self._attempts = _attempts(model)
         unlike = repeated_layer_classes(model, alike=False) and not repeated_layer_classes(model)
         self._notes = ["layers were traced flat: they hold objects or forwards that are not equal."] if unlike else []
@@ -153,8 +154,9 @@ class CompiledModel(nn.Module):
     def report(self) -> Report:
         """What became of every reduction. Says "not traced yet" before the first call. Until forward is called, of what
         `generate` compiled."""
-        decoding = self._decoding
-        return self._session.report if decoding is None or self._session.report.traced else decoding.report
+        if self._decoding is None or self._session.report.traced:
+            return self._session.report
+        return self._decoding.report.joined(self._prompts.compiled.report)
 
     def trace(self, example_inputs: Sequence[Any] | Mapping[str, Any] | Tensor) -> None:
         """Trace the model by one forward on these inputs."""
@@ -194,6 +196,7 @@ class CompiledModel(nn.Module):
         self._session.close()
         if self._decoding is not None:
             self._decoding.close()
+            self._prompts.compiled.close()
         self._compiled, self._closed = None, True
 
     def __enter__(self) -> CompiledModel:
@@ -220,23 +223,37 @@ class CompiledModel(nn.Module):
         return self
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate`, with a static cache and the decode step compiled here, unless told otherwise."""
-        from graphfuse.integrations.transformers_generate import settings_for
+        """transformers' `generate`, with a static cache, and prompts and steps compiled here, unless told otherwise."""
+        from graphfuse.integrations.transformers_generate import experts_on_our_op, settings_for
 
         if self._closed:
             raise ConfigError("This compiled model is closed. Call graphfuse.compile again.")
         if not self._begun:
             self._begin()
         if self._decoding is None:
-            self._decoding = self._new_session(mode="reduce-overhead" if self.device.type == "cuda" else None)
-        settings = settings_for(self._orig_mod, self._decoding, kwargs)
+            self._prepare_generation()
+        assert self._decoding is not None
+        model = self._orig_mod
+        settings = settings_for(model, self._decoding, kwargs)
         try:
             with in_call(self._watch, "generate", (*args, *kwargs.values())):
-                return self._orig_mod.generate(*args, **settings)
+                if settings is kwargs:
+                    return model.generate(*args, **kwargs)
+                with experts_on_our_op(model):
+                    return self._prompts.shell().generate(*args, **settings)
         except GroupError:
             self._decoding.abandon()
-            self._decoding = None
+            self._prompts.compiled._session.abandon()
+            self._decoding = self._prompts = None
             raise
+
+    def _prepare_generation(self) -> None:
+        from graphfuse.integrations.transformers_generate import Prompts
+
+        group, config, facts, capture = self._settings
+        self._decoding = self._new_session(mode="reduce-overhead" if self.device.type == "cuda" else None)
+        prompts = CompiledModel(self._orig_mod, group, config, facts=facts, capture=capture)
+        self._prompts = Prompts(self._orig_mod, prompts)
 
     # --- tracing ---------------------------------------------------------------------------------------------------
 
@@ -333,7 +350,10 @@ class CompiledModel(nn.Module):
 
 
 def _named(args: tuple, kwargs: dict) -> dict[str, object]:
-    return {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
+    """Arguments by name; what is in a dictionary under both names: transformers has masks by kinds of layers."""
+    named = {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
+    parts = {f"{name}[{key!r}]": v for name, a in named.items() if isinstance(a, dict) for key, v in a.items()}
+    return named | parts
 
 
 @dataclass(frozen=True)

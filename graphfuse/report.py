@@ -133,6 +133,21 @@ class Report:
             elif known.status != DECLINED and site.status == DECLINED:
                 self.sites[known.id] = replace(site, id=known.id)
 
+    def joined(self, other: Report) -> Report:
+        """A report of what this one and another of the same model are about."""
+        both = replace(self, sites=list(self.sites), moe=list(self.moe), notes=list(self.notes))
+        if other.traced:
+            both.add_graph(other.sites, other.moe)
+        both.num_graphs = self.num_graphs + other.num_graphs
+        both.gate = self.gate or other.gate
+        both.seconds = {
+            stage: self.seconds.get(stage, 0.0) + other.seconds.get(stage, 0.0)
+            for stage in dict.fromkeys((*self.seconds, *other.seconds))
+        }
+        for text in other.notes:
+            both.note(text)
+        return both
+
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)

@@ -63,9 +63,13 @@ def token_dims(tensor: Tensor) -> range:
 
 
 class TokenDims:
-    """Marks the arguments of one model's calls, each argument the same way in every call."""
+    """Marks the arguments of one model's calls, each argument the same way in every call.
 
-    def __init__(self) -> None:
+    With `masks` also tensors of four dimensions: masks [sequences or 1, heads or 1, queries, keys], whose queries are
+    the tokens of the call, while there are as many keys in each."""
+
+    def __init__(self, *, masks: bool = False) -> None:
+        self._masks = masks
         self._quantities: dict[tuple[str, int], str] = {}
         self._fresh = itertools.count()
 
@@ -99,13 +103,15 @@ class TokenDims:
         found: dict[tuple[str, int], str] = {}
         for name, tensor in tensors.items():
             static = getattr(tensor, "_dynamo_static_indices", ())
-            for dim in token_dims(tensor):
+            is_mask = self._masks and tensor.dim() == 4
+            for dim in (2,) if is_mask else token_dims(tensor):
                 if dim in static:
                     continue
                 size = tensor.shape[dim]
                 quantity = self._quantities.get((name, dim))
                 if quantity is None:
-                    alike = [q for (_, d), q in found.items() if d == dim and sizes[q] == size]
+                    like = 1 if is_mask else dim
+                    alike = [q for (_, d), q in found.items() if d == like and sizes[q] == size]
                     quantity = alike[0] if alike else f"tokens{next(self._fresh)}"
                 elif sizes.get(quantity, size) != size:
                     quantity = f"tokens{next(self._fresh)}"

@@ -57,6 +57,13 @@ def register(moe_config_dir: str | os.PathLike[str] | None = None) -> None:
         functions.register(NAME, functools.partial(experts_forward, moe_config_dir=folder))
 
 
+def is_known(module: Any) -> bool:
+    """Whether the op can do what an expert module of transformers does."""
+    if hasattr(module, "activation_scheme") and _fp8_arguments(module) is None:
+        return False
+    return _formula(module) is not None
+
+
 def experts_forward(
     module: nn.Module, tokens: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, moe_config_dir: str | None = None
 ) -> Tensor:

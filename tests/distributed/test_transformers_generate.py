@@ -84,4 +84,4 @@ FAMILIES = ("qwen3_moe", "gemma2", "olmo2", "granite", "glm4", "gpt_oss", "phi3"
 def test_generated_tokens_of_other_families(ranks, family):
     for tokens, report, *_ in ranks.run(2, generate_compiled, family, [{}], timeout=280):
         assert tokens[0][0] == tokens[0][1]
-        assert 1 <= report["graphs"] <= 3  # sliding caches count their tokens in Python: graphs for each state of that
+        assert 2 <= report["graphs"] <= 4  # the prompt's; sliding caches count in Python: one for each state of that
