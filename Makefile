@@ -19,7 +19,7 @@ demo: $(VENV)/.demo
 		--prompt "What is the capital of France?" --max-new-tokens 32
 
 test: $(VENV)/.test
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
