@@ -31,6 +31,11 @@ model = graphfuse.compile(model, tp_group)
 print(model.generate(torch.tensor([[1, 2, 3]], device=model.device), max_new_tokens=8))
 ```
 
+`generate` takes a static cache unless it is told otherwise. Prompts of all lengths run one graph, and the steps behind
+them another, on GPUs as a CUDA graph; a batch of another size is compiled anew. On GPUs experts run on graphfuse's
+kernels meanwhile, and a chat pipeline around the model uses all of it. Where heads cannot be divided over the ranks the
+model is refused, and `generate_batch` (continuous batching) is transformers' own, without these graphs.
+
 Each architecture below was made tiny with random weights, sharded by its own plan at TP {tp}, compiled over gloo ranks
 in float32 and run on batches of {shapes} tokens. *graphs*: how many these two took; none had a graph break.
 *all-reduces*: in the traced graph; *fused* with a norm behind them; *merged* into another one, so that fewer are left;
