@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import Graph, GraphModule, Node
 
 from graphfuse.module_paths import plain_path
-from graphfuse.passes.graph_reading import HELD
+from graphfuse.passes.graph_reading import PARAMETER
 from graphfuse.passes.groups import Groups
 from graphfuse.passes.placement.lattice import PARTIAL, REPLICATED, Partial, Placement, Shard, Unknown
 from graphfuse.passes.verify_placements import PLACEMENT, SOURCE
@@ -32,6 +32,7 @@ from graphfuse.passes.verify_placements import PLACEMENT, SOURCE
 _ARGUMENT = re.compile(r"^L\['args'\]\[(\d+)\]")
 _KEYWORD = re.compile(r"^L\['kwargs'\]\['(\w+)'\]|^L\['(\w+)'\](?!\.)")
 _INDICES = re.compile(r"^(?:\[\d+\])+")
+_PARAMETER = re.compile(r"\._parameters\[['\"]\w+['\"]\]$")
 _HELD = re.compile(r"\._(?:parameters|buffers)\[['\"](\w+)['\"]\]")
 
 
@@ -41,8 +42,7 @@ class Source:
 
     name: str
     placement: Placement | None
-    is_held: bool = False
-    """A parameter or a buffer of the model."""
+    is_parameter: bool = False
 
 
 class InputPlacements:
@@ -63,7 +63,9 @@ class InputPlacements:
         text = _source_text(node)
         argument, indices, path = self._place(text)
         name = (argument or path) + "".join(f"[{i}]" for i in indices)
-        return Source(name, self._placement(node, groups, is_told, argument, indices, path), bool(_HELD.search(text)))
+        return Source(
+            name, self._placement(node, groups, is_told, argument, indices, path), bool(_PARAMETER.search(text))
+        )
 
     def _placement(
         self, node: Node, groups: Groups, is_told: bool, argument: str | None, indices: tuple[int, ...], path: str
@@ -139,7 +141,7 @@ def name_inputs(graph: Graph, sources: list[Source]) -> None:
         index = _dynamo_index(node) if node.op == "placeholder" else None
         if index is not None and index < len(sources):
             node.meta[SOURCE] = sources[index].name
-            node.meta[HELD] = sources[index].is_held
+            node.meta[PARAMETER] = sources[index].is_parameter
             if sources[index].placement is not None:
                 node.meta[PLACEMENT] = sources[index].placement
 

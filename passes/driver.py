@@ -25,6 +25,7 @@ from graphfuse.passes.expert_layers import ROUTE, expert_layers
 from graphfuse.passes.expert_layers import RULES as EXPERT_RULES
 from graphfuse.passes.fuse_norm_rotary import NAME as NORM_ROTARY
 from graphfuse.passes.graph_reading import aten, is_call, module_path
+from graphfuse.passes.lower_linear import NAME as LOWER_LINEAR
 from graphfuse.passes.reductions import reductions
 from graphfuse.passes.rule import Context, Decline, Rule, Site, Tier
 from graphfuse.passes.surroundings import after_passes, before_passes, emitted
@@ -34,6 +35,9 @@ from graphfuse.report_experts import ExpertsReport
 from graphfuse.report_graph import Surroundings
 
 log = logging.getLogger(__name__)
+
+_NOT_OF_REDUCTIONS = (*EXPERT_RULES, ROUTE, NORM_ROTARY, LOWER_LINEAR)
+"""Rules that decline no reduction when they are switched off."""
 
 
 @dataclass
@@ -96,7 +100,7 @@ def run_passes(
                 fate.declines.append(DeclineReport("group", why))
             rules = [rule for rule in rules if not rule.needs_group]
     for fate in fates:
-        fate.declines += [switch for switch in switches if switch.rule not in (*EXPERT_RULES, ROUTE, NORM_ROTARY)]
+        fate.declines += [switch for switch in switches if switch.rule not in _NOT_OF_REDUCTIONS]
 
     for rule in rules:
         started, matches, declines = time.perf_counter(), 0, 0

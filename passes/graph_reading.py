@@ -35,8 +35,8 @@ VIEWS = frozenset(
 )
 CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype})
 SCALES = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default})
-HELD = "graphfuse_is_held"
-"""In the meta of a graph's input: whether it is a parameter or a buffer of the model, which no kernel writes to."""
+PARAMETER = "graphfuse_parameter"
+"""In the meta of a graph's input: whether it is a parameter of the model."""
 
 COPIES = frozenset({aten.copy.default})  # aten.copy_ writes to an input of the graph: a true reader
 

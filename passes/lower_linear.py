@@ -4,7 +4,7 @@
     addmm(bias, x, weight.T)       becomes      graphfuse::linear(x, weight, bias)
 
 How many rows there are is known at run time only, so the choice between the kernels is the op's. Weights are parameters
-or buffers of the model: the kernel reads them before what runs in front has ended.
+of the model: the kernel reads them before what runs in front has ended.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from graphfuse.ops import linear as linear_op
-from graphfuse.passes.graph_reading import HELD, aten, is_call, value
+from graphfuse.passes.graph_reading import PARAMETER, aten, is_call, value
 from graphfuse.passes.rule import Context, Decline, Rule, Site
 
 NAME = "lower_linear"
@@ -39,7 +39,7 @@ def match(node: Node, _context: Context) -> Site | Decline:
     if any(node.kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta")):
         return Decline("the product is scaled")
     weight = _transposed(turned)
-    if weight is None or not weight.meta.get(HELD):
+    if weight is None or not weight.meta.get(PARAMETER):
         return Decline("it is no product with the transpose of a weight")
     if any(is_call(user, aten.copy_.default) and user.args[0] is weight for user in weight.users):
         return Decline("the model writes to the weight")
@@ -58,6 +58,9 @@ def match(node: Node, _context: Context) -> Site | Decline:
 def applies(_site: Site, context: Context) -> Decline | None:
     if context.facts().device_type != "cuda":
         return Decline("the group computes on the CPU, where products run on PyTorch's kernels")
+    capability = context.facts().compute_capability
+    if capability is None or capability < (9, 0):
+        return Decline("the kernel was measured on Hopper GPUs, and these are older or unknown")
     if importlib.util.find_spec("triton") is None:
         return Decline("Triton is not installed")
     return None

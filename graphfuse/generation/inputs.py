@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,13 @@ class HostInputs:
         """`sampled`: the tokens of the step before, if there are targets."""
         names = ("input_ids", "positions", "last_token", "entries", "states", "targets", "sources", "pages")
         fields = [getattr(self, name).ravel() for name in names]
-        packed = to_device(torch.from_numpy(np.concatenate(fields)), device)
-        ids, positions, last, entries, states, targets, sources, pages = packed.split([len(field) for field in fields])
+        sizes = [len(field) for field in fields]
+        host = np.zeros(sum(map(_aligned, sizes)), dtype=np.int64)
+        for start, field in zip(_starts(sizes), fields, strict=True):
+            host[start : start + len(field)] = field
+        packed = to_device(torch.from_numpy(host), device)
+        found = [packed[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=True)]
+        ids, positions, last, entries, states, targets, sources, pages = found
         take_sampled(ids, targets, sources, sampled)
         return Inputs(ids, positions, last, entries, pages.view(self.pages.shape), states, spans_of(self.spans))
 
@@ -66,12 +72,12 @@ class StaticInputs:
     _ROWS = ("input_ids", "positions", "entries", "states", "targets", "sources")
 
     def __init__(self, size: int, num_pages: int, device: torch.device) -> None:
-        self._size, self._num_pages = size, num_pages
-        count = len(self._ROWS)
-        self._packed = torch.zeros(size * (count + num_pages), dtype=torch.int64, device=device)
-        rows = self._packed[: count * size].view(count, size)
+        self._size, self._num_pages, count = size, num_pages, len(self._ROWS)
+        self._wide = _aligned(size)
+        self._packed = torch.zeros(count * self._wide + size * num_pages, dtype=torch.int64, device=device)
+        rows = self._packed[: count * self._wide].view(count, self._wide)[:, :size]
         ids, positions, entries, states, self._targets, self._sources = rows
-        pages = self._packed[count * size :].view(size, num_pages)
+        pages = self._packed[count * self._wide :].view(size, num_pages)
         last, spans = torch.arange(size, device=device), spans_of(np.array([[1, 0]] * size))
         self.inputs = Inputs(ids, positions, last, entries, pages, states, spans)
 
@@ -79,14 +85,23 @@ class StaticInputs:
         """With a step of no more sequences and pages; arguments as of `HostInputs.on`."""
         packed = np.zeros(self._packed.shape, dtype=np.int64)
         count, rows, num_pages = len(self._ROWS), *step.pages.shape
-        by_name = packed[: count * self._size].reshape(count, self._size)
+        by_name = packed[: count * self._wide].reshape(count, self._wide)
         for its, name in zip(by_name, self._ROWS, strict=True):
             values = getattr(step, name)
             its[: len(values)] = values
-        packed[count * self._size :].reshape(self._size, self._num_pages)[:rows, :num_pages] = step.pages
+        packed[count * self._wide :].reshape(self._size, self._num_pages)[:rows, :num_pages] = step.pages
         self._packed.copy_(pinned(torch.from_numpy(packed), self._packed.device), non_blocking=True)
         under_way = len(step.targets)
         take_sampled(self.inputs.input_ids, self._targets[:under_way], self._sources[:under_way], sampled)
+
+
+def _aligned(size: int) -> int:
+    """So many int64 that what follows them starts at 16 bytes again: Inductor copies inputs that do not."""
+    return size + size % 2
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [0, *accumulate(map(_aligned, sizes))][:-1]
 
 
 def take_sampled(input_ids: Tensor, targets: Tensor, sources: Tensor, sampled: Tensor | None) -> None:

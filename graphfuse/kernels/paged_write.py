@@ -35,6 +35,7 @@ def _write(
     entries_ptr,  # [T]
     a_cache_ptr,  # [entries, A]
     b_cache_ptr,  # [entries, B]
+    num_entries,
     stride_a,
     stride_b,
     A: tl.constexpr,
@@ -48,6 +49,8 @@ def _write(
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     entry = tl.load(entries_ptr + token)
+    if (entry < 0) | (entry >= num_entries):
+        return
     if tl.program_id(1) == 0:
         _copy(a_ptr + token * stride_a, a_cache_ptr + entry * A, A, BLOCK_A)
     else:
@@ -59,8 +62,9 @@ def paged_write(a: Tensor, b: Tensor, entries: Tensor, a_cache: Tensor, b_cache:
 
     Args:
         a, b: `[T, ...]`; copied first if a token's numbers are not adjacent.
-        entries: `[T]` int64: page * page_size + slot.
-        a_cache, b_cache: `[num_pages, page_size, ...]` of a's and b's dtype, contiguous. Written **in place**.
+        entries: `[T]` int64: page * page_size + slot. A token whose entry lies outside the caches is not written.
+        a_cache, b_cache: `[num_pages, page_size, ...]` of a's and b's dtype, as many of both, contiguous. Written
+            **in place**.
     """
     if len(a) == 0:
         return
@@ -68,7 +72,8 @@ def paged_write(a: Tensor, b: Tensor, entries: Tensor, a_cache: Tensor, b_cache:
     a, b = (x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous() for x in (a, b))
     a_columns, b_columns = a.shape[1], b.shape[1]
     _write[(len(a), 2)](
-        a, b, entries, a_cache, b_cache, a.stride(0), b.stride(0), A=a_columns, B=b_columns,
+        a, b, entries, a_cache, b_cache, a_cache.shape[0] * a_cache.shape[1], a.stride(0), b.stride(0),
+        A=a_columns, B=b_columns,
         BLOCK_A=min(power_of_two(a_columns), MOST_COLUMNS), BLOCK_B=min(power_of_two(b_columns), MOST_COLUMNS),
         num_warps=4, **dependent_launch(a.device),
     )  # fmt: skip

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphfuse.errors import ArgumentError
 from graphfuse.kernels.paged_split import dependent_launch
 from graphfuse.kernels.sizes import ceil_div, power_of_two
 
@@ -148,18 +149,22 @@ def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: 
     Args:
         x: `[M, K]` bfloat16 or float16, M at most 32; copied first if a row's numbers are not adjacent.
         weight: `[N, K]` of x's dtype, contiguous. Must not change while this runs or is waited for.
-        bias: `[N]`, contiguous.
+        bias: `[N]`; copied first if its numbers are not adjacent.
         tile: None takes `tile_for`.
+
+    Raises `ArgumentError` for more rows.
     """
     num_rows, num_inputs = x.shape
     num_outputs = weight.shape[0]
+    if num_rows > MOST_ROWS:
+        raise ArgumentError(f"x has {num_rows} rows. Pass at most {MOST_ROWS}, or use torch's product.")
     y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
     tile = tile or tile_for(num_rows, num_outputs, num_inputs)
     grid = (ceil_div(num_outputs, tile.block_n),)
-    bias_or_x = x if bias is None else bias
+    bias_or_x = x if bias is None else bias.contiguous()
     common = {"K": num_inputs, "BIAS": bias is not None, "num_warps": tile.num_warps, **dependent_launch(x.device)}
     if in_registers(num_rows, num_inputs):
         _whole_rows[grid](

@@ -65,7 +65,7 @@ def causal_conv(
     if conv_cache is not None:
         newest = lengths[:, None] + torch.arange(taps - 1, device=x.device)  # [B, K - 1]
         conv_cache[:batch] = inputs.gather(2, newest[:, None, :].expand(batch, channels, taps - 1))
-    return y
+    return y.contiguous()
 
 
 @causal_conv.register_fake
@@ -81,7 +81,7 @@ def _ragged(x: Tensor, weight: Tensor, positions: Tensor, cache: Tensor, states:
     if not longer:
         return _one_token_each(x, weight, positions, cache, states).contiguous()
     kept = weight.shape[1] - 1
-    out = torch.empty_like(x)
+    out = x.new_empty(x.shape)
     if num_single:
         one = slice(0, num_single)
         out[one] = _one_token_each(x[one], weight, positions[one], cache, states[one])

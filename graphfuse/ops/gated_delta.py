@@ -80,7 +80,7 @@ def gated_delta(
     y, state = _advance(q, k, v, g.float().where(is_real, 0.0), beta.float().where(is_real, 0.0), state)
     if state_cache is not None:
         state_cache[:batch] = state
-    return y
+    return y.contiguous()
 
 
 @gated_delta.register_fake
@@ -100,7 +100,7 @@ def _ragged(tokens: Tokens, positions: Tensor, cache: Tensor, states: Tensor, sp
     num_single, longer = split(len(v), spans)
     if not longer:
         return _one_token_each(tokens, positions, cache, states).contiguous()
-    out = torch.empty_like(v)
+    out = v.new_empty(v.shape)
     if num_single:
         one = slice(0, num_single)
         out[one] = _one_token_each((q[one], k[one], v[one], g[one], beta[one]), positions[one], cache, states[one])

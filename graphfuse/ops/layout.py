@@ -96,7 +96,7 @@ class Starts(NamedTuple):
 
 @lru_cache(maxsize=8)
 def starts_of(spans: tuple[Span, ...], device: torch.device) -> Starts:
-    """The same for every layer of a step, and so made once."""
+    """The same for every layer of a step, and so made once; on one stream of a device, which is the current one's."""
     lengths, ends = [span.length for span in spans], [span.end for span in spans]
     queries, keys = (torch.tensor([0, *accumulate(sizes)], dtype=torch.int32) for sizes in (lengths, ends))
     queries, keys, key_lengths = (t.to(device, non_blocking=True) for t in (queries, keys, torch.tensor(ends)))

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graphfuse.errors import ArgumentError
+
 SKINNY_DTYPES = (torch.bfloat16, torch.float16)
 MOST_SKINNY_ROWS, MOST_SKINNY_BYTES = 16, 8 << 20
 """Rows, and bytes of weights: up to these the kernel is faster than torch's ones on an H200, which
@@ -29,12 +31,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     On CUDA, few rows of 16-bit floats take `graphfuse.kernels.skinny_product`, which reads the weights while the kernel
     before it still runs: they must not be written to on the way. All else is torch's product.
+
+    Raises `ArgumentError`: shapes or dtypes do not fit.
     """
+    _check(x, weight, bias)
     if x.is_cuda and is_skinny(x.shape[0], weight) and why_not_skinny(weight) is None:
         from graphfuse.kernels.skinny_product import skinny_product  # not above: Triton is published for Linux only
 
         return skinny_product(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
+        raise ArgumentError(
+            f"linear got x {list(x.shape)} {x.dtype} and a weight {list(weight.shape)} {weight.dtype}. "
+            "Pass [M, K] and [N, K] of one dtype."
+        )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0] or bias.dtype != x.dtype):
+        raise ArgumentError(f"bias is {list(bias.shape)} {bias.dtype}. Pass [{weight.shape[0]}] of x's dtype.")
 
 
 def is_skinny(num_rows: int, weight: Tensor) -> bool:
@@ -65,4 +80,5 @@ OP = torch.ops.graphfuse.linear.default
 
 @torch.library.register_fake("graphfuse::linear")
 def _(x, weight, bias=None):
+    _check(x, weight, bias)
     return x.new_empty(x.shape[0], weight.shape[0])

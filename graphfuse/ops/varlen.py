@@ -58,7 +58,8 @@ def page_slots(pages: Tensor, key_lengths: Tensor, page_size: int, total: int | 
 
 def slots_of_step(pages: Tensor, first: int, starts: Starts, page_size: int) -> Tensor:
     """`[L]` int64: `page_slots` of the sequences from `first` on. All layers of a step ask for the same; it is made for
-    the first of them, and kept until another step's are."""
+    the first of them, and kept until another step's are. `pages` may change in place by PyTorch's own operations, which
+    count; behind its back (`.data`, NumPy, a kernel) it must not."""
     global _last
     key = None if pages.is_inference() else (pages._version, first, page_size)
     last = _last

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphfuse.generation import LLM, SamplingParams
 from graphfuse.generation.decode_graphs import DecodeGraphs, ladder
-from graphfuse.generation.inputs import HostInputs
+from graphfuse.generation.inputs import HostInputs, StaticInputs
 
 CPU = torch.device("cpu")
 
@@ -75,6 +75,13 @@ def make_step(rows, num_pages, seed):
     ones = np.ones((rows, 2), dtype=np.int64)
     sources, pages = draw.permutation(rows)[: len(targets)], draw.integers(1, 1000, (rows, num_pages))
     return HostInputs(ids, positions, np.arange(rows), entries, pages, states, ones, targets, sources)
+
+
+def test_every_input_starts_where_inductor_takes_it_as_it_is():
+    for rows in (1, 2, 3, 7):
+        for inputs in (make_step(rows, 3, 0).on(CPU, SAMPLED), StaticInputs(rows, 3, CPU).inputs):
+            fields = {name: field for name, field in vars(inputs).items() if name != "spans"}
+            assert all(field.data_ptr() % 16 == 0 for field in fields.values()), (rows, fields)
 
 
 SAMPLED = torch.arange(-1, 30)  # a row has no token

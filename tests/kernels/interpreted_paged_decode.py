@@ -206,3 +206,5 @@ def test_rows_are_written_to_their_entries_and_nowhere_else(a_shape, b_shape):
     paged_write(a, b, entries, *caches)
     assert all(torch.equal(cache, want) for cache, want in zip(caches, wanted, strict=True))
     paged_write(a[:0], b[:0], entries[:0], *caches)
+    paged_write(a, b, torch.tensor([48, -1, 1 << 40]), *caches)  # nobody's: left out
+    assert all(torch.equal(cache, want) for cache, want in zip(caches, wanted, strict=True))

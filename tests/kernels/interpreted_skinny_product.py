@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from graphfuse.errors import ArgumentError
 from graphfuse.kernels.skinny_product import SkinnyTile, in_registers, skinny_product, tile_for
 from tests.kernels.interpreter_as_gpus import arithmetic_of_gpus
 
@@ -68,3 +69,16 @@ def test_tiles_serve_the_shapes_of_models():
                     assert tile.block_n * tile.block_k <= 16384 and tile.block_k >= num_inputs
                 else:
                     assert tile.block_n >= 16 and tile.num_stages * (tile.block_n + 32) * tile.block_k * 2 < 227 * 1024
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_bias_of_any_strides(rows):
+    x, weight, _ = inputs(rows, 48, 64)
+    for bias in (torch.randn(96).to(BF16)[::2], torch.randn(1).to(BF16).expand(48), weight[:, 0]):
+        check(skinny_product(x, weight, bias), x, weight, bias)
+
+
+def test_more_rows_are_refused():
+    x, weight, _ = inputs(33, 48, 64)
+    with pytest.raises(ArgumentError, match="at most 32"):
+        skinny_product(x, weight)

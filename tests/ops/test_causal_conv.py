@@ -90,3 +90,16 @@ def test_mistakes_are_named(change, message):
     arguments = {"x": x, "weight": weight, "positions": positions_of([0, 0], 3), "lengths": torch.tensor([3, 3])}
     with pytest.raises(ArgumentError, match=message):
         causal_conv(**(arguments | {"conv_cache": None} | change))
+
+
+@pytest.mark.parametrize("spans", [[(5, 0)], [(1, 3), (4, 0)], [(1, 3), (1, 4)]])
+def test_the_result_is_contiguous_however_the_input_lies(spans):
+    length = sum(n for n, _ in spans)
+    x, weight = random_inputs(1, length)
+    positions = torch.cat([torch.arange(before, before + n) for n, before in spans])[None]
+    ragged = (None, torch.zeros(3, 6, 3), torch.arange(1, 1 + len(spans)), torch.tensor(spans))
+    for rest in ((torch.tensor([length]), None), ragged):
+        want = causal_conv(x, weight, positions, *(t if t is None else t.clone() for t in rest))
+        lying = x.transpose(1, 2).contiguous().transpose(1, 2)
+        got = causal_conv(lying, weight, positions, *(t if t is None else t.clone() for t in rest))
+        assert got.is_contiguous() and torch.equal(got, want)

@@ -149,3 +149,16 @@ def test_mistakes_are_named(change, message):
     arguments |= {"positions": positions_of([0, 0], 3), "lengths": torch.tensor([3, 3]), "state_cache": None}
     with pytest.raises(ArgumentError, match=message):
         gated_delta(**(arguments | change))
+
+
+@pytest.mark.parametrize("spans", [[(5, 0)], [(1, 3), (4, 0)], [(1, 3), (1, 4)]])
+def test_the_result_is_contiguous_however_the_values_lie(spans):
+    length = sum(n for n, _ in spans)
+    q, k, v, g, beta = random_inputs(1, length)
+    positions = torch.cat([torch.arange(before, before + n) for n, before in spans])[None]
+    ragged = (None, torch.zeros(3, 4, 8, 6), torch.arange(1, 1 + len(spans)), torch.tensor(spans))
+    for rest in ((torch.tensor([length]), None), ragged):
+        want = gated_delta(q, k, v, g, beta, positions, *(t if t is None else t.clone() for t in rest))
+        lying = v.transpose(2, 3).contiguous().transpose(2, 3)
+        got = gated_delta(q, k, lying, g, beta, positions, *(t if t is None else t.clone() for t in rest))
+        assert got.is_contiguous() and torch.equal(got, want)

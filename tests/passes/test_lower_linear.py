@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphfuse import FuseConfig
+from graphfuse.errors import ArgumentError
 from graphfuse.facts import Facts
 from graphfuse.ops.linear import MOST_BYTES, MOST_SKINNY_BYTES, OP, is_skinny, why_not_skinny
 from graphfuse.testing import Trace, assert_golden, fake_tp, trace
@@ -59,6 +61,16 @@ def test_on_the_cpu_nothing_changes():
     assert linears(traced(Two(), facts=CPU)) == 0
 
 
+def test_on_gpus_before_hopper_nothing_changes():
+    assert linears(traced(Two(), facts=dataclasses.replace(H200, compute_capability=(8, 9)))) == 0
+
+
+def test_wrong_shapes_are_refused():
+    for x, weight, bias in [((5, 31), (48, 32), None), ((5, 32), (48, 32), (47,)), ((5, 32), (48, 32, 1), None)]:
+        with pytest.raises(ArgumentError, match=r"^(linear|bias)"):
+            OP(torch.rand(x), torch.rand(weight), None if bias is None else torch.rand(bias))
+
+
 def test_the_rule_can_be_left_out():
     assert linears(traced(Two(), disabled_rules={"lower_linear"})) == 0
 
@@ -96,7 +108,7 @@ def test_a_weight_that_the_model_writes_to_is_left_alone():
     class Learns(nn.Module):
         def __init__(self):
             super().__init__()
-            self.register_buffer("weight", torch.rand(48, 32, dtype=BF16))
+            self.weight = nn.Parameter(torch.rand(48, 32, dtype=BF16), requires_grad=False)
 
         def forward(self, x):
             y = x @ self.weight.t()
