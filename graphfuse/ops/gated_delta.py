@@ -115,7 +115,7 @@ def _longer(tokens: Tokens, positions: Tensor, cache: Tensor, states: Tensor, lo
         from graphfuse.kernels.gated_delta_chunks import gated_delta_chunks, why_not
         from graphfuse.kernels.ragged_chunks import chunks_of
 
-        if why_not(k, v) is None:
+        if why_not(q, v) is None:
             chunks = chunks_of(tuple(longer), v.device)
             gated_delta_chunks(q, k, v, g, beta, positions, states, chunks, cache, out, _EPS)
             return

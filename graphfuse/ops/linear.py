@@ -19,8 +19,8 @@ MOST_SKINNY_ROWS, MOST_SKINNY_BYTES = 16, 8 << 20
 """Rows, and bytes of weights: up to these the kernel is faster than torch's ones on an H200, which
 benchmarks/results/linear_h200.json has the figures of."""
 
-FEWEST_ROWS, MOST_INPUTS, MOST_BYTES = 2, 8192, 64 << 20
-"""For so few rows of so many inputs it is for larger weights too."""
+MOST_INPUTS_OF_ONE_ROW, MOST_BYTES_OF_ONE_ROW = 8192, 128 << 20
+"""For one row of so many inputs it is for larger weights too."""
 
 _LIBRARY = torch.library.Library("graphfuse", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
@@ -55,8 +55,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def is_skinny(num_rows: int, weight: Tensor) -> bool:
     """Whether the kernel for few rows is the faster one."""
     num_bytes = weight.numel() * weight.element_size()
-    if num_rows <= FEWEST_ROWS and weight.shape[1] <= MOST_INPUTS:
-        return num_bytes <= MOST_BYTES
+    if num_rows <= 1 and weight.shape[1] <= MOST_INPUTS_OF_ONE_ROW:
+        return num_bytes <= MOST_BYTES_OF_ONE_ROW
     return num_rows <= MOST_SKINNY_ROWS and num_bytes <= MOST_SKINNY_BYTES
 
 

@@ -213,7 +213,7 @@ def run_points(job: int, args: argparse.Namespace) -> tuple[Counter[int], dict[s
     connect()
     worlds: Counter[int] = Counter()
     worst = {"normed": 0.0, "residual": 0.0}
-    for index in range(args.kinds[0] + job, args.kinds[1], args.jobs):
+    for index in args.kinds[job :: args.jobs]:
         kind = Kind.draw(args.seed, index)
         world = make_world(kind)
         for point in range(index, args.points, KINDS):
@@ -234,12 +234,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument(
-        "--kinds",
-        type=int,
-        nargs=2,
-        default=(0, KINDS),
-        metavar=("FIRST", "END"),
-        help="only the points of these kinds",
+        "--kinds", type=int, nargs="+", default=list(range(KINDS)), help="only the points of these kinds"
     )
     parser.add_argument("--verbose", action="store_true", help="a line for each point that is done")
     args = parser.parse_args()

@@ -71,7 +71,8 @@ def rms(x):
 )
 def test_the_delta_rule_errs_as_plain_torch_does(monkeypatch, dtype, key_heads, heads, size, forgetting, alike):
     """Products of bfloat16 parts and of tf32x3 are right to 16 bits and more, so that a bfloat16 output's rounding
-    hides them; float32, and states, show them."""
+    hides them; float32, and states, show them. Where nearly all is forgotten, a chunk's logarithms add up to thousands,
+    whose differences are right to 2**-13."""
     mixed = normal(TOTAL, 2 * key_heads * size + heads * size).to(dtype)  # as the projection has it: in a row
     q, k, v = mixed.split([key_heads * size, key_heads * size, heads * size], dim=1)
     q, k, v = q.view(TOTAL, key_heads, size), k.view(TOTAL, key_heads, size), v.view(TOTAL, heads, size)
@@ -95,7 +96,7 @@ def test_the_delta_rule_errs_as_plain_torch_does(monkeypatch, dtype, key_heads, 
     allowed = 30 if dtype == torch.float32 else 1.1
     assert rms(got[FIRST:] - want[FIRST:]) <= allowed * rms(plain[FIRST:] - want[FIRST:]) + 1e-6 * rms(want[FIRST:])
     used, others = STATES[FIRST:], sorted(set(range(NUM_STATES)) - set(STATES))
-    allowed = 3 * rms(plain_states[used] - want_states[used]) + 2**-14 * rms(want_states[used])
+    allowed = 3 * rms(plain_states[used] - want_states[used]) + 2**-13 * rms(want_states[used])
     assert rms(states[used] - want_states[used]) <= allowed
     assert torch.equal(states[others], before[others])
 

@@ -13,7 +13,7 @@ from torch import nn
 from graphfuse import FuseConfig
 from graphfuse.errors import ArgumentError
 from graphfuse.facts import Facts
-from graphfuse.ops.linear import MOST_BYTES, MOST_SKINNY_BYTES, OP, is_skinny, why_not_skinny
+from graphfuse.ops.linear import MOST_BYTES_OF_ONE_ROW, MOST_SKINNY_BYTES, OP, is_skinny, why_not_skinny
 from graphfuse.testing import Trace, assert_golden, fake_tp, trace
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "linear"
@@ -96,9 +96,9 @@ def test_weights_that_the_kernel_does_not_serve_are_left_alone():
     meta = {"dtype": BF16, "device": "meta"}
     assert why_not_skinny(torch.empty(48, 32, **meta)) is None
     assert "contiguous" in why_not_skinny(torch.empty(32, 48, **meta).t())
-    assert "large" in why_not_skinny(torch.empty(MOST_BYTES // 64 + 1, 32, **meta))
-    assert "large" in why_not_skinny(torch.empty(1024, 16384, **meta)), "of so many inputs"
-    for outputs, most_rows in ((MOST_BYTES // 64, 2), (MOST_SKINNY_BYTES // 64, 16)):
+    assert "large" in why_not_skinny(torch.empty(MOST_BYTES_OF_ONE_ROW // 64 + 1, 32, **meta))
+    assert "large" in why_not_skinny(torch.empty(2048, 16384, **meta)), "of so many inputs"
+    for outputs, most_rows in ((MOST_BYTES_OF_ONE_ROW // 64, 1), (MOST_SKINNY_BYTES // 64, 16)):
         weight = torch.empty(outputs, 32, **meta)
         assert why_not_skinny(weight) is None
         assert is_skinny(most_rows, weight) and not is_skinny(most_rows + 1, weight)
