@@ -1,4 +1,4 @@
-"""Norm and rotation of queries and keys, run by `test_norm_rotary.py` in a process with TRITON_INTERPRET=1."""
+"""Norm and rotation of queries and keys, run by `test_interpreted.py` in a process with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

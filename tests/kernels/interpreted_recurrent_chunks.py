@@ -1,4 +1,4 @@
-"""Ragged sequences of recurrent mixers, run by `test_recurrent_chunks.py` in a process with TRITON_INTERPRET=1."""
+"""Ragged sequences of recurrent mixers, run by `test_interpreted.py` in a process with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single steps of recurrent mixers, run by `test_recurrent_steps.py` in a process with TRITON_INTERPRET=1."""
+"""Single steps of recurrent mixers, run by `test_interpreted.py` in a process with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

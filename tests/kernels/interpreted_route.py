@@ -1,4 +1,4 @@
-"""The kernel that chooses experts, run by `test_route.py` in a process with TRITON_INTERPRET=1."""
+"""The kernel that chooses experts, run by `test_interpreted.py` in a process with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers of few rows, run by `test_skinny_product.py` in a process with TRITON_INTERPRET=1."""
+"""Linear layers of few rows, run by `test_interpreted.py` in a process with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
